@@ -1,0 +1,1 @@
+"""Reading model folders in Hugging Face's layout. Importing this package imports no torch; `reader` and `load` do."""

@@ -1,0 +1,44 @@
+"""The control plane: which request runs what and when. Plain Python without torch, deterministic, testable without a model."""
+
+from tokenspeed_engine.control.config import ControlConfig
+from tokenspeed_engine.control.core import EngineCore
+from tokenspeed_engine.control.detokenise import Detokenizer, Tokenizer
+from tokenspeed_engine.control.errors import LeaseError, RequestRefusedError, StateReusedError
+from tokenspeed_engine.control.lifecycle import FinishReason
+from tokenspeed_engine.control.output import RequestOutput, Usage
+from tokenspeed_engine.control.plan import (
+    Accepted,
+    Executor,
+    Failed,
+    Row,
+    RowResult,
+    Sample,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from tokenspeed_engine.control.sampling import MAX_LOGPROBS, SamplingParams
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "Accepted",
+    "ControlConfig",
+    "Detokenizer",
+    "EngineCore",
+    "Executor",
+    "Failed",
+    "FinishReason",
+    "LeaseError",
+    "RequestOutput",
+    "RequestRefusedError",
+    "Row",
+    "RowResult",
+    "Sample",
+    "SamplingParams",
+    "StateReusedError",
+    "StepPlan",
+    "StepResult",
+    "TokenLogprobs",
+    "Tokenizer",
+    "Usage",
+]

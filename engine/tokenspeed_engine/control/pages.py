@@ -1,0 +1,82 @@
+"""KV pages: a fixed pool, and leases on it that grow with their request."""
+
+from tokenspeed_engine.control.errors import LeaseError
+
+
+class PagePool:
+    """Pages 0 to num_pages - 1 of page_size tokens each; one lease at a time holds a page."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # A stack: deterministic, lowest ids first in a fresh pool, and what was freed last is taken first.
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """How many pages hold num_tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def lease(self, num_tokens: int) -> "PageLease | None":
+        """A lease on pages for num_tokens, or None where too few are free."""
+        lease = PageLease(self)
+        return lease if lease.grow(num_tokens) else None
+
+    def _take(self, count: int) -> list[int] | None:
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def _give(self, pages: tuple[int, ...]) -> None:
+        self._free.extend(reversed(pages))
+
+
+class PageLease:
+    """The pages of one request, in the order of the positions they hold.
+
+    Made by `PagePool.lease`. It is given back once; any use after that raises `LeaseError`.
+    """
+
+    __slots__ = ("_pages", "_pool", "_released")
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._pages: tuple[int, ...] = ()
+        self._released = False
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Page ids; position p lies in pages[p // page_size] at offset p % page_size."""
+        self._check()
+        return self._pages
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the pages held now have room for."""
+        return len(self.pages) * self._pool.page_size
+
+    def grow(self, num_tokens: int) -> bool:
+        """Take pages until num_tokens fit. Where too few are free, takes none and says False. Never shrinks."""
+        self._check()
+        missing = self._pool.pages_for(num_tokens) - len(self._pages)
+        if missing <= 0:
+            return True
+        taken = self._pool._take(missing)
+        if taken is None:
+            return False
+        self._pages = (*self._pages, *taken)
+        return True
+
+    def release(self) -> None:
+        """Give every page back."""
+        self._check()
+        self._released = True
+        self._pool._give(self._pages)
+        self._pages = ()
+
+    def _check(self) -> None:
+        if self._released:
+            raise LeaseError("this page lease was released")

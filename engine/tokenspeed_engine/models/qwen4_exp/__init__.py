@@ -1,0 +1,1 @@
+"""The text model of Qwen3.8-Flash-Next (`qwen4_exp`)."""

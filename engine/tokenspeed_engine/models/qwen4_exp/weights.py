@@ -1,0 +1,172 @@
+"""The checkpoint of `qwen4_exp` as data: every tensor's name, shape and place.
+
+Engine names are the checkpoint's without prefix and `.weight`.
+"""
+
+from collections.abc import Collection, Iterator
+
+from tokenspeed_engine.checkpoint.plan import (
+    Constant,
+    Layout,
+    Parameter,
+    Piece,
+    Target,
+    TargetDtype,
+    Unserved,
+    WeightPlan,
+    concatenated,
+)
+from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
+from tokenspeed_engine.models.qwen4_exp.ngram_hash import ngram_hash
+
+MULTIMODAL_ROOT = "model.language_model."  # the released checkpoint
+TEXT_ROOT = "model."  # as the text-only class of transformers saves
+
+
+def weight_plan(config: Qwen4ExpConfig, names: Collection[str]) -> WeightPlan:
+    """What a checkpoint of `config` must and may contain; `names`, those on disk, tell which prefix it uses."""
+    root = MULTIMODAL_ROOT if any(name.startswith(MULTIMODAL_ROOT) for name in names) else TEXT_ROOT
+    constants = [
+        constant
+        for index, layer_id in enumerate(config.ple_layer_ids)
+        for constant in _hash_constants(config, root, layer_id - 1, index)
+    ]
+    return WeightPlan(tuple(_parameters(config, root)), tuple(constants), _unserved(config, root))
+
+
+def _unserved(config: Qwen4ExpConfig, root: str) -> tuple[Unserved, ...]:
+    mixer_inject = f"{root}hyper_connection_mixer.block_inject_weight.weight"
+    groups = [
+        Unserved("vision encoder", lambda name: name.startswith("model.visual.")),
+        Unserved("multi-token prediction", lambda name: name.startswith("mtp.")),
+        Unserved("n-gram hash statistics", lambda name: ".ple." in name and ".hashstats_" in name),
+        Unserved("n-gram token lookup", lambda name: ".ple." in name and ".token_lookup" in name),
+        Unserved("inject weight of the final mixer, which has no block", lambda name: name == mixer_inject),
+    ]
+    if config.tie_word_embeddings:
+        groups.append(Unserved("output head, tied to the embedding", lambda name: name == "lm_head.weight"))
+    return tuple(groups)
+
+
+def _parameters(config: Qwen4ExpConfig, root: str) -> Iterator[Parameter]:
+    yield _single("embed_tokens", (config.vocab_size, config.hidden_size), root)
+    if not config.tie_word_embeddings:
+        yield _single("lm_head", (config.vocab_size, config.hidden_size), "")
+    yield from _residual(config, root, "hyper_connection_mixer.", inject=False)
+    for layer, kind in enumerate(config.layer_types):
+        prefix = f"layers.{layer}."
+        yield from _residual(config, root, f"{prefix}attn_hyper_connection.")
+        yield from _residual(config, root, f"{prefix}mlp_hyper_connection.")
+        mixer = _linear_attention if kind == "linear_attention" else _full_attention
+        yield from mixer(config, root, prefix)
+        yield from _moe(config, root, f"{prefix}mlp.")
+        index = config.ngram_index(layer)
+        if index is not None:
+            yield from _ngram_block(config, root, f"{prefix}ple.", index)
+
+
+def _single(
+    name: str,
+    shape: tuple[int, ...],
+    root: str,
+    *,
+    on_disk: tuple[int, ...] | None = None,
+    suffix: str = ".weight",
+    dtype: TargetDtype = "model",
+) -> Parameter:
+    """A parameter that is one tensor on disk, there with shape `on_disk` where that differs."""
+    piece = Piece(f"{root}{name}{suffix}", on_disk or shape)
+    return Parameter(name, (Layout("whole", (Target(name, shape, (piece,), dtype),)),))
+
+
+def _residual(config: Qwen4ExpConfig, root: str, prefix: str, inject: bool = True) -> Iterator[Parameter]:
+    width = config.stream_width
+    yield _single(f"{prefix}hc_norm", (width,), root)
+    yield _single(f"{prefix}input_mix_weight_down", (config.hc_lowrank, width), root)
+    yield _single(f"{prefix}input_mix_weight_up", (width, config.hc_lowrank), root)
+    if inject:
+        yield _single(f"{prefix}block_inject_weight", (config.hc_count, width), root)
+
+
+def _linear_attention(config: Qwen4ExpConfig, root: str, layer: str) -> Iterator[Parameter]:
+    prefix = f"{layer}linear_attn."
+    hidden, heads = config.hidden_size, config.linear_num_value_heads
+    channels = 2 * config.linear_key_dim + config.linear_value_dim
+    kernel = config.linear_conv_kernel_dim
+    yield _single(f"{prefix}A_log", (heads,), root, suffix="", dtype="float32")
+    yield _single(f"{prefix}dt_bias", (heads,), root, suffix="", dtype="float32")
+    yield _single(f"{prefix}conv1d", (channels, kernel), root, on_disk=(channels, 1, kernel))
+    yield _single(f"{prefix}in_proj_qkv", (channels, hidden), root)
+    yield _single(f"{prefix}in_proj_z", (config.linear_value_dim, hidden), root)
+    yield _single(f"{prefix}in_proj_a", (heads, hidden), root)
+    yield _single(f"{prefix}in_proj_b", (heads, hidden), root)
+    yield _single(f"{prefix}norm", (config.linear_value_head_dim,), root)
+    yield _single(f"{prefix}out_proj", (hidden, config.linear_value_dim), root)
+
+
+def _full_attention(config: Qwen4ExpConfig, root: str, layer: str) -> Iterator[Parameter]:
+    prefix = f"{layer}self_attn."
+    hidden, dim = config.hidden_size, config.head_dim
+    yield _single(f"{prefix}q_proj", (config.num_attention_heads * 2 * dim, hidden), root)
+    yield _single(f"{prefix}k_proj", (config.num_key_value_heads * dim, hidden), root)
+    yield _single(f"{prefix}v_proj", (config.num_key_value_heads * dim, hidden), root)
+    yield _single(f"{prefix}o_proj", (hidden, config.num_attention_heads * dim), root)
+    yield _single(f"{prefix}q_norm", (dim,), root)
+    yield _single(f"{prefix}k_norm", (dim,), root)
+    if config.indexer_n_heads is not None and config.indexer_head_dim is not None:
+        index_dim = config.indexer_head_dim
+        yield _single(f"{prefix}indexer.index_qk_proj", ((config.indexer_n_heads + 1) * index_dim, hidden), root)
+        yield _single(f"{prefix}indexer.q_layernorm", (index_dim,), root)
+        yield _single(f"{prefix}indexer.k_layernorm", (index_dim,), root)
+
+
+def _moe(config: Qwen4ExpConfig, root: str, prefix: str) -> Iterator[Parameter]:
+    hidden, experts, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
+    yield _single(f"{prefix}gate", (experts, hidden), root)
+    yield _single(f"{prefix}shared_expert_gate", (1, hidden), root)
+    shared, shared_width = f"{prefix}shared_expert.", config.shared_expert_intermediate_size
+    gate_up = [(f"{root}{shared}{half}_proj.weight", (shared_width, hidden)) for half in ("gate", "up")]
+    target = Target(f"{shared}gate_up_proj", (2 * shared_width, hidden), concatenated(gate_up))
+    yield Parameter(target.name, (Layout("gate and up", (target,)),))
+    yield _single(f"{shared}down_proj", (hidden, shared_width), root)
+    yield _experts(f"{prefix}experts.gate_up_proj", (experts, 2 * width, hidden), root, prefix, ("gate", "up"))
+    yield _experts(f"{prefix}experts.down_proj", (experts, hidden, width), root, prefix, ("down",))
+
+
+def _experts(name: str, shape: tuple[int, int, int], root: str, prefix: str, parts: tuple[str, ...]) -> Parameter:
+    """All experts of a layer in one tensor, on disk likewise ("fused") or each by itself ("per expert")."""
+    experts, rows, columns = shape
+    part_shape = (rows // len(parts), columns)
+    names = [f"{root}{prefix}experts.{expert}.{part}_proj.weight" for expert in range(experts) for part in parts]
+    each = [(part_name, part_shape) for part_name in names]
+    fused = Layout("fused", (Target(name, shape, (Piece(f"{root}{name}", shape),)),))
+    return Parameter(name, (fused, Layout("per expert", (Target(name, shape, concatenated(each)),))))
+
+
+def _ngram_block(config: Qwen4ExpConfig, root: str, prefix: str, index: int) -> Iterator[Parameter]:
+    width, kernel = config.stream_width, config.ple_conv_kernel_size
+    yield _single(f"{prefix}key_proj", (width, config.ple_embed_dim), root)
+    yield _single(f"{prefix}value_proj", (config.hidden_size, config.ple_embed_dim), root)
+    for norm in ("norm_key", "norm_query", "norm_conv"):
+        yield _single(f"{prefix}{norm}", (width,), root)
+    yield _single(f"{prefix}conv1d", (width, kernel), root, on_disk=(width, 1, kernel))
+    yield _ngram_table(config, root, f"{prefix}ple_embedding.ngram_embedding", index)
+
+
+def _ngram_table(config: Qwen4ExpConfig, root: str, name: str, index: int) -> Parameter:
+    """The table, on disk cut by rows into shards of equal size, the last one maybe smaller."""
+    rows, columns = ngram_hash(config, index).rows, config.ple_embed_dim // config.ngram_heads
+    per_shard = -(-rows // config.split_ngram_parts)
+    shards = [
+        (f"{root}{name}.shard_{shard}.weight", (min(per_shard, rows - start), columns))
+        for shard, start in enumerate(range(0, rows, per_shard))
+    ]
+    return Parameter(name, (Layout("row shards", (Target(name, (rows, columns), concatenated(shards)),)),))
+
+
+def _hash_constants(config: Qwen4ExpConfig, root: str, layer: int, index: int) -> Iterator[Constant]:
+    constants = ngram_hash(config, index)
+    prefix = f"{root}layers.{layer}.ple.ple_embedding."
+    yield Constant(f"{prefix}layer_multipliers", constants.multipliers)
+    yield Constant(f"{prefix}ngram_heads_vocab_sizes", constants.moduli)
+    yield Constant(f"{prefix}ngram_heads_offsets", constants.offsets)

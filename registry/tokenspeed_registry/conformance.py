@@ -1,0 +1,198 @@
+"""Checks a kernel against its op's reference: the one run that every backend faces.
+
+For each case the reference works in float64 on CPU copies. The kernel gets outputs poisoned with NaN and must write
+all of them; must leave inputs alone that the contract does not say it mutates; and in mutated pools must leave every
+row bit-identical that the reference leaves so. Numbers are judged by the contract's tolerance (see `tolerance`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tokenspeed_registry.cases import Case, CaseSet, case_set, edge_cases
+from tokenspeed_registry.contract import Contract
+from tokenspeed_registry.kernel import Kernel
+from tokenspeed_registry.platform import platform_of
+from tokenspeed_registry.validation import signature_of
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case: its error, the tolerance that it was held to, and what was wrong beside numbers (empty: nothing)."""
+
+    error: float
+    tolerance: float
+    fault: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.fault and self.error <= self.tolerance
+
+    @property
+    def severity(self) -> float:
+        """Comparable across dtypes: the error as a multiple of the tolerance."""
+        if self.fault:
+            return float("inf")
+        return self.error / self.tolerance if self.tolerance else (0.0 if self.error == 0 else float("inf"))
+
+
+@dataclass
+class Report:
+    """A kernel over a case set. `refused` cases lie outside the kernel's declared constraints and were not run.
+
+    `worst` is the outcome with the largest error relative to its tolerance.
+    """
+
+    op: str
+    kernel: str
+    backend: str
+    cases: int = 0
+    refused: int = 0
+    worst: Outcome = field(default_factory=lambda: Outcome(0.0, 0.0))
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.cases > 0 and not self.failures
+
+    def add(self, case: Case, outcome: Outcome) -> None:
+        self.cases += 1
+        if self.cases == 1 or outcome.severity > self.worst.severity:
+            self.worst = outcome
+        if not outcome.ok:
+            detail = outcome.fault or f"error {outcome.error:.3g} above {outcome.tolerance:.3g}"
+            self.failures.append(f"{case}: {detail}")
+
+
+def check_kernel(
+    contract: Contract, kernel: Kernel, device: torch.device, cases: Iterable[Case] | None = None
+) -> Report:
+    """Runs `kernel` over `cases` (the op's own, and those at the kernel's declared bounds, unless given)."""
+    source = case_set(contract)
+    report = Report(contract.name, kernel.name, kernel.backend)
+    if cases is None:
+        bounds = {limit.name: limit.bound[-1] for limit in kernel.constraints if limit.kind == "dim"}
+        cases = [*source.cases(), *edge_cases(source, {n: b for n, b in bounds.items() if isinstance(b, int)})]
+    for case in cases:
+        arguments = source.arguments(contract, case)
+        accepted, _ = kernel.refusals(platform_of(device), signature_of(contract, arguments))
+        if accepted:
+            report.add(case, check_case(contract, kernel, source, arguments, device))
+        else:
+            report.refused += 1
+    return report
+
+
+def check_case(
+    contract: Contract, kernel: Kernel, source: CaseSet, arguments: Arguments, device: torch.device
+) -> Outcome:
+    """Runs one case. `arguments` lie on the CPU and are not changed."""
+    signature = signature_of(contract, arguments)
+    wanted_arguments = _copy(arguments)
+    wanted = _as_tuple(contract.reference(**wanted_arguments))
+    got_arguments = _copy(arguments, device, contract.host)
+    try:
+        got = _run(contract, kernel, got_arguments, wanted)
+    except Exception as error:  # a kernel may fail in any way; the report says how
+        return Outcome(float("inf"), 0.0, f"raised {type(error).__name__}: {error}")
+    outcomes = []
+    if source.compare is not None:
+        distance = source.compare(arguments, tuple(t.cpu() for t in got), wanted)
+        outcomes.append(Outcome(distance, contract.tolerance(signature, contract.outputs[0].name)))
+    else:
+        for output, mine, theirs in zip(contract.outputs, got, wanted, strict=True):
+            allowed = contract.tolerance(signature, output.name)
+            outcomes.append(_compare(output.name, mine.cpu(), theirs, allowed))
+    for tensor in contract.tensors:
+        if arguments[tensor.name] is None:
+            continue
+        mine, before = got_arguments[tensor.name].cpu(), arguments[tensor.name]
+        if tensor.name in contract.mutates:
+            allowed = contract.tolerance(signature, tensor.name)
+            outcomes.append(_compare(tensor.name, mine, wanted_arguments[tensor.name], allowed))
+            outcomes.append(_untouched(tensor.name, mine, before, wanted_arguments[tensor.name]))
+        elif not _same_bits(mine, before):
+            outcomes.append(Outcome(0.0, 0.0, f"changed its input {tensor.name}"))
+    return max(outcomes, key=lambda outcome: outcome.severity)
+
+
+def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """max |got − wanted| / (|wanted| + rms(wanted)); infinite where an infinity, a NaN or an integer differs."""
+    if wanted.numel() == 0:
+        return 0.0
+    if not wanted.is_floating_point():
+        return 0.0 if torch.equal(got.to(wanted.dtype), wanted) else float("inf")
+    mine, theirs = got.double(), wanted.double()
+    finite = theirs.isfinite()
+    if not torch.equal(mine[~finite].nan_to_num(), theirs[~finite].nan_to_num()) or not mine[finite].isfinite().all():
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    difference = (mine[finite] - theirs[finite]).abs()
+    scale = theirs[finite].abs() + theirs[finite].square().mean().sqrt()
+    return float((difference / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
+
+
+def _run(contract: Contract, kernel: Kernel, arguments: Arguments, like: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """Calls the kernel with poisoned outputs of the promised shapes and dtypes."""
+    signature = signature_of(contract, arguments)
+    device = arguments[contract.tensors[0].name].device
+    poisoned = []
+    for output, wanted in zip(contract.outputs, like, strict=True):
+        dtype = signature.dtype(output.name)
+        poison = float("nan") if dtype.is_floating_point else (torch.iinfo(dtype).min if dtype != torch.bool else True)
+        poisoned.append(torch.full(wanted.shape, poison, dtype=dtype, device=device))
+    out = tuple(poisoned) if len(poisoned) > 1 else (poisoned[0] if poisoned else None)
+    positional = [arguments[p.name] for p in contract.parameters if not p.keyword]
+    keywords = {p.name: arguments[p.name] for p in contract.parameters if p.keyword}
+    if out is None:
+        kernel.function(*positional, **keywords)
+        return ()
+    results = _as_tuple(kernel.function(*positional, **keywords, out=out))
+    if any(result.data_ptr() != given.data_ptr() for result, given in zip(results, poisoned, strict=True)):
+        raise AssertionError("did not return the given out")
+    return results
+
+
+def _compare(name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> Outcome:
+    if got.shape != wanted.shape:
+        return Outcome(float("inf"), tolerance, f"{name} has shape {tuple(got.shape)}, not {tuple(wanted.shape)}")
+    error = error_of(got, wanted)
+    return Outcome(error, tolerance)
+
+
+def _untouched(name: str, got: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor) -> Outcome:
+    """Rows (of the first dim) that the reference leaves bit-identical must be so after the kernel too."""
+    for row in range(before.shape[0]):
+        if _same_bits(wanted[row], before[row]) and not _same_bits(got[row], before[row]):
+            return Outcome(0.0, 0.0, f"wrote to row {row} of {name}, which the call does not touch")
+    return Outcome(0.0, 0.0)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True
+
+
+def _copy(arguments: Arguments, device: torch.device | None = None, host: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Copies tensors, keeping strides, to `device` (those in `host` stay)."""
+    copies: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            # A clone of a strided view would be compact: copy the whole storage to keep what the kernel will see.
+            storage = value.untyped_storage()
+            flat = torch.empty(0, dtype=value.dtype).set_(storage).clone()
+            target = device if device is not None and name not in host else value.device
+            copies[name] = flat.to(target).as_strided(value.shape, value.stride(), value.storage_offset())
+        else:
+            copies[name] = value
+    return copies
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,80 @@
+"""Checks of what index tensors hold, as data on the contract.
+
+They run where reading the values costs no sync and next to nothing: short CPU tensors always; every tensor, whatever
+the sync costs, under `TOKENSPEED_KERNELS_DEBUG=1`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tokenspeed_registry.errors import ContentError
+
+SHORT = 64
+"""Longest tensor, in elements, that is read on every call on the CPU."""
+
+
+class ContentCheck(Protocol):
+    """A property of one tensor argument's values."""
+
+    @property
+    def argument(self) -> str: ...
+
+    def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
+        """Raises `ContentError`."""
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Cumulative offsets such as `cu_seqlens`: start at 0, never decrease, end at dim `total`."""
+
+    argument: str
+    total: str
+
+    def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
+        offsets = values.tolist()
+        total = dims[self.total]
+        if offsets and offsets[0] == 0 and offsets[-1] == total and offsets == sorted(offsets):
+            return
+        expected = f"offsets from 0 to {self.total}={total} that never decrease"
+        raise ContentError(op, self.argument, expected, _shorten(offsets))
+
+
+@dataclass(frozen=True)
+class Indices:
+    """Indices below dim `below`; -1 marks padding."""
+
+    argument: str
+    below: str
+
+    def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
+        limit = dims[self.below]
+        flat = values.tolist() if values.dim() == 1 else values.flatten().tolist()
+        if not flat or (min(flat) >= -1 and max(flat) < limit):
+            return
+        wrong = next(index for index in flat if not -1 <= index < limit)
+        raise ContentError(op, self.argument, f"indices from -1 to {self.below}-1={limit - 1}", str(wrong))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths between 0 and a product of dims, for example of what a page table can address."""
+
+    argument: str
+    capacity: tuple[str, ...]
+
+    def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
+        limit = 1
+        for dim in self.capacity:
+            limit *= dims[dim]
+        lengths = values.tolist()
+        if not lengths or (min(lengths) >= 0 and max(lengths) <= limit):
+            return
+        wrong = next(length for length in lengths if not 0 <= length <= limit)
+        raise ContentError(op, self.argument, f"lengths from 0 to {'*'.join(self.capacity)}={limit}", str(wrong))
+
+
+def _shorten(values: list[int]) -> str:
+    return str(values) if len(values) <= 16 else f"[{', '.join(map(str, values[:8]))}, ..., {values[-1]}]"

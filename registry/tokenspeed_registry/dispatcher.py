@@ -1,0 +1,162 @@
+"""What stands behind one public op: its kernels, the table of choices made so far, and the slow path."""
+
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from tokenspeed_registry import self_check
+from tokenspeed_registry.contract import Contract
+from tokenspeed_registry.dispatch import build, generate, guard_dims
+from tokenspeed_registry.errors import TokenspeedError
+from tokenspeed_registry.kernel import Kernel, Priority
+from tokenspeed_registry.library import define
+from tokenspeed_registry.platform import overridden, platform_of
+from tokenspeed_registry.reference import copy_into
+from tokenspeed_registry.scope import current_scope, recording
+from tokenspeed_registry.selection import Candidate, candidates, choose
+from tokenspeed_registry.signature import Signature
+from tokenspeed_registry.validation import check_out, signature_of
+
+if TYPE_CHECKING:
+    from tokenspeed_registry.registry import Registry
+
+Guard = Callable[..., Hashable]
+
+
+class Dispatcher:
+    """`function` is the public op. `table` maps dispatch keys to kernels; `guard` adds to the key what depends on
+    dynamic dims: the answers to the kernels' constraints on them. Both are replaced whole when the kernels change.
+    """
+
+    def __init__(self, contract: Contract, registry: "Registry") -> None:
+        self.contract = contract
+        self.kernels: tuple[Kernel, ...] = ()
+        self.table: dict[Hashable, Callable[..., Any]] = {}
+        self.guard: Guard | None = None
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._warned = False
+        environment = {"dispatcher": self, "scope": current_scope, "settings": registry.settings}
+        self.eager: Any = build(contract, generate(contract, compiled=False), environment)
+        environment |= {
+            "is_compiling": torch.compiler.is_compiling,
+            "copy_into": copy_into,
+            "library_op": define(registry.namespace, contract, self.eager),
+        }
+        self.source = generate(contract, compiled=True)
+        function: Any = build(contract, self.source, environment)
+        function.contract = contract
+        function.bind = functools.partial(_bind, self)
+        self.function = function
+
+    def add_kernel(self, kernel: Kernel) -> None:
+        with self._lock:
+            self._replace((*self.kernels, kernel))
+
+    def remove_kernel(self, kernel: Kernel) -> None:
+        with self._lock:
+            self._replace(tuple(known for known in self.kernels if known is not kernel))
+
+    def reject(self, args: tuple[Any, ...]) -> NoReturn:
+        """Raises the error that names what is wrong with a call which the fast checks refused."""
+        signature_of(self.contract, self._arguments(args))
+        raise TokenspeedError(f"{self.contract.name}: refused by the generated checks only:\n{self.source}")
+
+    def check_out(self, out: object, args: tuple[Any, ...]) -> None:
+        check_out(self.contract, out, self._arguments(args))
+
+    def resolve(self, key: Hashable, args: tuple[Any, ...], backend: str | None) -> Callable[..., Any]:
+        """The slow path: a key not seen before, an explicit choice, or a trace."""
+        scope = current_scope.get()
+        choice = backend or (scope and scope.choice(self.contract.name)) or self._configured()
+        chosen = self.select(args, choice)
+        if choice is None and not overridden():
+            self.table[key] = chosen.function
+        if scope is None:
+            return chosen.function
+        return recording(scope, self.contract.name, chosen.name, chosen.backend, chosen.function)
+
+    def select(self, args: tuple[Any, ...], choice: str | None) -> Kernel:
+        """The kernel for a call's arguments. Raises `NoKernelError` or `UnknownNameError`."""
+        self._registry.load_plugins()
+        signature = signature_of(self.contract, self._arguments(args))
+        device = args[self._first].device
+        platform = platform_of(device)
+        refused: dict[str, str] = {}
+        while True:
+            found = candidates(self.kernels, platform, signature, self._registry.evidence, refused)
+            chosen = choose(self.contract.name, found, choice)
+            reason = self_check.run(self._registry, self.contract, chosen, platform, device)
+            if reason is None:
+                break
+            refused[chosen.kernel.name] = reason
+        self._warn_of_reference(chosen, found, choice, device)
+        return chosen.kernel
+
+    @functools.cached_property
+    def _first(self) -> int:
+        return [parameter.name for parameter in self.contract.parameters].index(self.contract.tensors[0].name)
+
+    def _configured(self) -> str | None:
+        kernels = self._registry.settings.kernels
+        return kernels.get(self.contract.name, kernels.get("*"))
+
+    def _arguments(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip((parameter.name for parameter in self.contract.parameters), args, strict=True))
+
+    def _replace(self, kernels: tuple[Kernel, ...]) -> None:
+        self.kernels = kernels
+        self.guard = _guard(self.contract, kernels)
+        self.table = {}
+
+    def _warn_of_reference(
+        self, chosen: Candidate, found: list[Candidate], choice: str | None, device: torch.device
+    ) -> None:
+        on_host = device.type == "cpu"
+        if self._warned or on_host or choice is not None or chosen.kernel.priority != Priority.REFERENCE:
+            return
+        self._warned = True
+        reasons = "\n  ".join(candidate.line() for candidate in found)
+        message = f"{self.contract.name} falls back to the slow reference on {device}:\n  {reasons}"
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def _bind(dispatcher: Dispatcher, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    call = inspect.signature(dispatcher.function).bind(*args, **kwargs)
+    call.apply_defaults()
+    backend, out = call.arguments.pop("backend"), call.arguments.pop("out", None)
+    ordered = tuple(call.arguments.values())
+    signature_of(dispatcher.contract, call.arguments)
+    if out is not None:
+        dispatcher.check_out(out, ordered)
+    return dispatcher.resolve(None, ordered, backend)
+
+
+def _guard(contract: Contract, kernels: tuple[Kernel, ...]) -> Guard | None:
+    """What of the dynamic dims decides between kernels, as one function of them; None where nothing does.
+
+    That is the answer to each constraint on them, and where times of several kernels may be known, their magnitudes.
+    """
+    order = guard_dims(contract)
+    limits = {
+        limit
+        for kernel in kernels
+        for limit in kernel.constraints
+        if limit.kind == "dim" and limit.name not in contract.static
+    }
+    by_time = sum(kernel.compiler is not None for kernel in kernels) > 1
+    if not limits and not by_time:
+        return None
+    ordered = sorted(limits, key=lambda limit: (limit.name, limit.relation, str(limit.bound)))
+
+    def guard(*values: int) -> Hashable:
+        signature = Signature(dict(zip(order, values, strict=True)))
+        answers = tuple(limit.holds(signature) for limit in ordered)
+        return (answers, tuple(value.bit_length() for value in values)) if by_time else answers
+
+    return guard

@@ -1,0 +1,147 @@
+"""Reads an op's parameters and outputs from the annotations of the function that declares it.
+
+Tensors are annotated in jaxtyping's notation, `Float[Tensor, "tokens heads dim"]`. A dim is a name, a number or an
+expression of names (`seqs+1`, `streams*hidden`). `Float` means bfloat16, float16 or float32; every other dtype is
+named (`Float8e4m3fn`, `Int32`, ...). `X | None` is an optional argument. Scalars are bool, int, float, str (or a
+`Literal`) and `torch.dtype`. Two keyword parameters are the dispatcher's own: `out`, where the caller may pass the
+outputs, and `backend`, an explicit choice of kernel; the reference ignores both.
+"""
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import AbstractArray
+
+from tokenspeed_registry.errors import RegistrationError
+
+RESERVED = ("out", "backend")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_SCALARS = (bool, int, float, str, torch.dtype)
+_NAME = re.compile(r"[a-z_]\w*\Z")
+_OFFSET = re.compile(r"([a-z_]\w*)\+(\d+)\Z")
+
+
+@dataclass(frozen=True)
+class TensorParameter:
+    """A tensor: its dim expressions, the dtypes allowed, and whether it may be None."""
+
+    name: str
+    dims: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool
+    keyword: bool
+
+    def describe_dtypes(self) -> str:
+        return " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+
+
+@dataclass(frozen=True)
+class ScalarParameter:
+    """A scalar: its type, the values allowed (for a `Literal`) and its default (`inspect.Parameter.empty`: none)."""
+
+    name: str
+    type: type
+    choices: tuple[object, ...]
+    optional: bool
+    default: object
+    keyword: bool
+
+
+Parameter = TensorParameter | ScalarParameter
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result: its dims and its dtype, which is fixed, or that of a parameter, or the value of a dtype parameter."""
+
+    name: str
+    dims: tuple[str, ...]
+    dtype: torch.dtype | str
+
+
+def is_name(expr: str) -> bool:
+    """Whether a dim expression is a plain name, which a shape can bind."""
+    return _NAME.match(expr) is not None
+
+
+def offset_of(expr: str) -> tuple[str, int] | None:
+    """`("seqs", 1)` for `seqs+1`, from which a shape can bind the name too; None for any other form."""
+    match = _OFFSET.match(expr)
+    return (match[1], int(match[2])) if match else None
+
+
+def read_parameters(function: Callable[..., object]) -> tuple[Parameter, ...]:
+    """The parameters of an op's declaration, in order, without the reserved ones."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters: list[Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in RESERVED:
+            continue
+        keyword = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        members, optional = _members(hints[name])
+        if all(_is_array(member) for member in members):
+            dims = {member.dim_str for member in members}
+            if len(dims) != 1:
+                raise RegistrationError(f"{function.__name__}: {name} has several shapes: {sorted(dims)}")
+            dtypes = tuple(dict.fromkeys(dtype for member in members for dtype in _dtypes(member)))
+            parameters.append(TensorParameter(name, tuple(dims.pop().split()), dtypes, optional, keyword))
+        else:
+            kind, choices = _scalar(function.__name__, name, members)
+            parameters.append(ScalarParameter(name, kind, choices, optional, parameter.default, keyword))
+    return tuple(parameters)
+
+
+def read_outputs(
+    function: Callable[..., object], names: tuple[str, ...], dtypes: typing.Mapping[str, str]
+) -> tuple[Output, ...]:
+    """The outputs of an op's declaration. `dtypes` says which parameter an output takes its dtype from."""
+    hint = typing.get_type_hints(function, include_extras=True).get("return")
+    if hint in (None, type(None)):
+        arrays: tuple[typing.Any, ...] = ()
+    elif typing.get_origin(hint) is tuple:
+        arrays = typing.get_args(hint)
+    else:
+        arrays = (hint,)
+    if len(arrays) != len(names):
+        raise RegistrationError(f"{function.__name__}: {len(arrays)} outputs annotated, {len(names)} named")
+    outputs = []
+    for name, array in zip(names, arrays, strict=True):
+        allowed = _dtypes(array)
+        if name not in dtypes and len(allowed) != 1:
+            raise RegistrationError(f"{function.__name__}: output {name} needs a dtype: name the parameter it follows")
+        outputs.append(Output(name, tuple(array.dim_str.split()), dtypes.get(name, allowed[0])))
+    return tuple(outputs)
+
+
+def _members(hint: typing.Any) -> tuple[tuple[typing.Any, ...], bool]:
+    """The alternatives of a union without None, and whether None was among them."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return (hint,), False
+    members = typing.get_args(hint)
+    return tuple(member for member in members if member is not type(None)), type(None) in members
+
+
+def _is_array(hint: typing.Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, AbstractArray)
+
+
+def _dtypes(array: typing.Any) -> tuple[torch.dtype, ...]:
+    names = [name for name in array.dtypes if name != "bool_"]
+    if len(names) > 1:
+        return FLOATS
+    return (getattr(torch, names[0]),)
+
+
+def _scalar(op: str, name: str, members: tuple[typing.Any, ...]) -> tuple[type, tuple[object, ...]]:
+    (hint,) = members if len(members) == 1 else (None,)
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        return type(choices[0]), choices
+    if hint not in _SCALARS:
+        raise RegistrationError(f"{op}: parameter {name} has an annotation that no torch.library schema has: {hint}")
+    return typing.cast(type, hint), ()

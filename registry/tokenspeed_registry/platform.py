@@ -1,0 +1,136 @@
+"""What we run on: vendor, arch, features and limits. The one place where chips have names.
+
+Nothing is probed at import: `platform_of(device)` asks torch the first time a tensor of that device is dispatched.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from tokenspeed_registry.errors import UnknownNameError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Per-chip limits that kernels are planned against; zero where the notion does not apply.
+
+    Units: bytes for memories, bytes/s for `hbm_bandwidth`, FLOP/s (dense) for `bf16_rate`. Vendor data sheets, except
+    that the CPU has none: measure it.
+    """
+
+    warp_size: int = 0
+    compute_units: int = 0
+    shared_memory_per_block: int = 0
+    registers_per_thread: int = 0
+    l2_cache: int = 0
+    hbm_bandwidth: float = 0.0
+    bf16_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A vendor's arch with its features and limits. `device` is the marketing name once a device was seen."""
+
+    vendor: str
+    arch: str
+    features: frozenset[str] = field(default_factory=frozenset)
+    limits: Limits = field(default_factory=Limits)
+    device: str | None = None
+
+
+_KB = 1024
+_MB = 1024 * 1024
+
+PLATFORMS: Mapping[str, Platform] = {
+    platform.arch: platform
+    for platform in (
+        Platform("cpu", "cpu"),
+        Platform(
+            "nvidia",
+            "sm_90a",
+            frozenset({"tma", "wgmma", "clusters", "programmatic_launch", "fp8"}),
+            Limits(32, 132, 227 * _KB, 255, 60 * _MB, 4.8e12, 989e12),
+        ),
+        Platform(
+            "nvidia",
+            "sm_100a",
+            frozenset({"tma", "tcgen05", "tensor_memory", "clusters", "programmatic_launch", "fp8", "nvfp4"}),
+            Limits(32, 148, 227 * _KB, 255, 126 * _MB, 8.0e12, 2250e12),
+        ),
+        Platform(
+            "nvidia",
+            "sm_103a",
+            frozenset({"tma", "tcgen05", "tensor_memory", "clusters", "programmatic_launch", "fp8", "nvfp4"}),
+            Limits(32, 160, 227 * _KB, 255, 126 * _MB, 8.0e12, 2500e12),
+        ),
+        Platform(
+            "amd",
+            "gfx950",
+            frozenset({"mfma", "mfma_scaled", "direct_to_lds", "fp8", "mxfp4"}),
+            Limits(64, 256, 160 * _KB, 512, 256 * _MB, 8.0e12, 2300e12),
+        ),
+    )
+}
+
+_override: ContextVar[Platform | None] = ContextVar("tokenspeed_platform", default=None)
+
+
+def known_platform(arch: str) -> Platform:
+    """The table's entry for `arch`. Raises `UnknownNameError` that lists the known ones."""
+    try:
+        return PLATFORMS[arch]
+    except KeyError:
+        raise UnknownNameError(f"unknown arch {arch!r}; known: {', '.join(PLATFORMS)}") from None
+
+
+def platform_of(device: torch.device) -> Platform:
+    """The platform that serves tensors on `device`.
+
+    An override (context manager, or `TOKENSPEED_KERNELS_ARCH` for accelerators) wins over what the device says.
+    An accelerator that the table does not know gets its own arch name and no features, so that portable kernels
+    still run and vendor kernels say why they do not.
+    """
+    forced = _override.get()
+    return forced if forced is not None else _detect(device.type, device.index)
+
+
+@contextmanager
+def override_platform(platform: Platform) -> Iterator[None]:
+    """Dispatch as if every device were `platform`, in this context (for tests and for planning)."""
+    token = _override.set(platform)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def overridden() -> bool:
+    """True inside `override_platform`."""
+    return _override.get() is not None
+
+
+@cache
+def _detect(device_type: str, index: int | None) -> Platform:
+    if device_type != "cuda":
+        return PLATFORMS.get(device_type) or Platform(device_type, device_type)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    # Torch on ROCm calls its devices "cuda" too; only the build and gcnArchName tell them apart.
+    if torch.version.hip is not None:
+        arch, vendor = properties.gcnArchName.split(":")[0], "amd"
+    else:
+        arch, vendor = f"sm_{properties.major}{properties.minor}a", "nvidia"
+    arch = os.environ.get("TOKENSPEED_KERNELS_ARCH", arch)
+    known = PLATFORMS.get(arch, Platform(vendor, arch))
+    return Platform(known.vendor, arch, known.features, known.limits, properties.name)
+
+
+def present_platform() -> Platform:
+    """The platform of the first accelerator that torch sees, else the CPU."""
+    if torch.cuda.is_available():
+        return platform_of(torch.device("cuda", torch.cuda.current_device()))
+    return platform_of(torch.device("cpu"))

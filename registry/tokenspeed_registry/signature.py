@@ -1,0 +1,77 @@
+"""What of a call decides which kernel serves it: dims, dtypes and flags, by name, without the tensors.
+
+Constraints, cost models and tolerances are functions of a `Signature`. One made from a command line knows only part
+of the dims; whatever depends on the rest answers "unknown" there.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Flag = bool | int | float | str | torch.dtype | None
+
+
+class UnknownDimError(LookupError):
+    """A dim, dtype or flag that this signature does not know."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Dims by name, tensor dtypes and shapes by role (parameter or output name), and scalar arguments by name.
+
+    `shapes` lists the dim expressions of each role present, from which `nbytes` counts.
+    """
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    flags: Mapping[str, Flag] = field(default_factory=dict)
+    shapes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __getitem__(self, dim: str) -> int:
+        try:
+            return self.dims[dim]
+        except KeyError:
+            raise UnknownDimError(dim) from None
+
+    def dtype(self, role: str) -> torch.dtype:
+        """The dtype of a parameter or output."""
+        try:
+            return self.dtypes[role]
+        except KeyError:
+            raise UnknownDimError(role) from None
+
+    def flag(self, name: str) -> Flag:
+        """The value of a scalar argument."""
+        try:
+            return self.flags[name]
+        except KeyError:
+            raise UnknownDimError(name) from None
+
+    def given(self, role: str) -> bool:
+        """Whether an optional tensor is there."""
+        return role in self.dtypes
+
+    def numel(self, role: str) -> int:
+        """Elements of a parameter or output; 0 for an optional tensor that is absent."""
+        if role not in self.shapes:
+            return 0
+        return math.prod(evaluate(expr, self.dims) for expr in self.shapes[role])
+
+    def nbytes(self, *roles: str) -> int:
+        """Bytes of the named parameters and outputs together, each moved once."""
+        return sum(self.numel(role) * self.dtypes[role].itemsize for role in roles if role in self.shapes)
+
+
+def evaluate(expr: str, dims: Mapping[str, int]) -> int:
+    """The value of a dim expression such as `tokens`, `seqs+1`, `streams*hidden` or `4`."""
+    if expr in dims:
+        return dims[expr]
+    if expr.isdecimal():
+        return int(expr)
+    try:
+        value: int = eval(expr, {"__builtins__": {}}, dims)  # stays a SymInt under tracing
+        return value
+    except NameError as error:
+        raise UnknownDimError(expr) from error

@@ -1,0 +1,11 @@
+"""Every op in plain torch: `backend="torch"`, on any device that torch runs on."""
+
+from tokenspeed_registry import Plugin
+
+_FAMILIES = ("attention", "gdn", "linear", "mla", "moe", "ngram", "norm", "residual", "rope", "sampling", "sparse")
+
+plugin = Plugin(
+    "torch",
+    modules=tuple(f"tokenspeed_kernels.torch.{family}" for family in _FAMILIES),
+    probe=lambda: None,
+)
