@@ -20,11 +20,11 @@ from tokenspeed_registry.errors import (
 )
 from tokenspeed_registry.kernel import ANYWHERE, Kernel, Priority, Requirement, arch, feature, kernel, vendor
 from tokenspeed_registry.ops import op
-from tokenspeed_registry.platform import Platform, known_platform, override_platform, platform_of, present_platform
+from tokenspeed_registry.platform import Platform, known_platform, platform_of, present_platform
 from tokenspeed_registry.plugins import Plugin
 from tokenspeed_registry.reference import copy_into
 from tokenspeed_registry.registry import Registry, default_registry
-from tokenspeed_registry.scope import Call, trace, use
+from tokenspeed_registry.scope import Call, override_platform, trace, use
 from tokenspeed_registry.signature import Signature
 from tokenspeed_registry.tolerance import rounded_sum, unit_roundoff
 

@@ -1,26 +1,29 @@
 """Compiles a contract to the public function: straight-line checks, a dispatch key, one dict hit, the kernel.
 
-The generated source reads like this, for a op of one tensor with a static dim:
+The generated source reads like this, for an op of one tensor with a static dim:
 
     def double(x, *, out=None, backend=None):
         if is_compiling():
             ...the torch.library op...
         try:
             d_tokens, d_dim, = x.shape
-            valid = x.dtype in T0 and x.is_contiguous() and not x.requires_grad
+            device = x.device
+            valid = x.is_contiguous() and not x.requires_grad
             guard = dispatcher.guard
             key = (device, x.dtype, d_dim, guard and guard(d_tokens, d_dim))
         except (AttributeError, TypeError, ValueError):
             valid = False
         if not valid:
             dispatcher.reject((x,))
-        ...
         kernel = dispatcher.table.get(key)
         if kernel is None or backend is not None or scope.get() is not None:
             kernel = dispatcher.resolve(key, (x,), backend)
+        ...
         return kernel(x, out=out)
 
-It refuses exactly what `validation` refuses, which then says why. The source of any op is in `Dispatcher.source`.
+What the key holds (dtypes, static dims, flags) is checked in full by `validation` before a key enters the table, so a
+hit vouches for it; only what may change under one key is checked on every call. The source of any op is in
+`Dispatcher.source`.
 """
 
 import inspect
@@ -28,8 +31,6 @@ import linecache
 import re
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from tokenspeed_registry.content import SHORT
 from tokenspeed_registry.contract import Contract
@@ -59,29 +60,25 @@ def generate(contract: Contract, compiled: bool) -> str:
         "        valid = False",
         "    if not valid:",
         f"        dispatcher.reject({tuple_of_args})",
+        "    kernel = dispatcher.table.get(key)",
+        "    if kernel is None or backend is not None or scope.get() is not None:",
+        f"        kernel = dispatcher.resolve(key, {tuple_of_args}, backend)",
         *_content(contract),
     ]
     call = ", ".join(f"{p.name}={p.name}" if p.keyword else p.name for p in contract.parameters)
     if contract.outputs:
         lines += ["    if out is not None:", f"        dispatcher.check_out(out, {tuple_of_args})"]
         call += ", out=out"
-    lines += [
-        "    kernel = dispatcher.table.get(key)",
-        "    if kernel is None or backend is not None or scope.get() is not None:",
-        f"        kernel = dispatcher.resolve(key, {tuple_of_args}, backend)",
-        f"    return kernel({call})",
-    ]
+    lines.append(f"    return kernel({call})")
     return "\n".join(lines) + "\n"
 
 
 def build(contract: Contract, source: str, environment: dict[str, Any]) -> Callable[..., Any]:
     """Executes generated source and dresses the function up as the one that was declared."""
     filename = f"<dispatch of {contract.name}>"
-    tables: dict[str, Any] = {f"T{i}": tensor.dtypes for i, tensor in enumerate(contract.tensors)}
-    tables |= {f"C{i}": scalar.choices for i, scalar in enumerate(contract.scalars)}
-    tables |= {f"V{i}": check for i, check in enumerate(contract.checks)}
+    tables: dict[str, Any] = {f"V{i}": check for i, check in enumerate(contract.checks)}
     tables |= {f"D{i}": scalar.default for i, scalar in enumerate(contract.scalars)}
-    namespace = {**tables, **environment, "dtype_type": torch.dtype}
+    namespace = {**tables, **environment}
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     function: Callable[..., Any] = namespace[contract.name]
@@ -141,75 +138,80 @@ def _binds(tensor: TensorParameter) -> list[str]:
 
 def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
     """Statements that bind dims, and the conditions of a valid call; each in dependency order."""
-    statements: list[str] = []
-    checks: list[str] = []
     bound = {scalar.name for scalar in contract.scalars if scalar.type is int}
-    statements += [f"{_local(name)} = {name}" for name in sorted(bound)]
-    later: list[str] = []
-    first = contract.tensors[0].name
+    statements = [f"{_local(name)} = {name}" for name in sorted(bound)]
+    checks: list[str] = []
     for index, tensor in enumerate(contract.tensors):
-        name = tensor.name
-        targets, conditions, known = [], [], set(bound)
-        for position, expr in enumerate(tensor.dims):
-            offset = offset_of(expr)
-            if is_name(expr) and expr not in bound:
-                bound.add(expr)
-                targets.append(_local(expr))
-            else:
-                size = f"n{index}_{position}"
-                targets.append(size)
-                if offset is not None and offset[0] not in bound:
-                    bound.add(offset[0])
-                    conditions.append(f"({_local(offset[0])} := {size} - {offset[1]}) >= 0")
-                else:
-                    later.append(_unless_absent(tensor, f"{size} == {_expression(expr, contract)}"))
-        unpack = f"{', '.join(targets)}, = {name}.shape"
-        conditions += [f"{name}.dtype in T{index}", f"not {name}.requires_grad"]
-        if name in contract.strided:
-            conditions.append(f"({name}.shape[-1] <= 1 or {name}.stride(-1) == 1)")
-        else:
-            conditions.append(f"{name}.is_contiguous()")
-        if name in contract.host:
-            conditions.append(f"{name}.is_cpu")
-        elif name != first:
-            conditions.append(f"{name}.device == device")
-        if tensor.optional:
-            absent = [_local(dim) for dim in sorted(bound - known)]
-            statements += [f"{' = '.join(absent)} = None"] if absent else []
-            statements += [f"if {name} is not None:", f"    {unpack}"]
-        else:
-            statements.append(unpack)
+        known = set(bound)
+        binding, conditions = _shape(contract, index, tensor, bound)
+        conditions += _layout_and_device(contract, tensor)
         checks += [_unless_absent(tensor, condition) for condition in conditions]
-        if name == first:
-            statements.append(f"device = {name}.device")
-    checks += later
-    for group in contract.same_dtype:
-        checks += _agree(contract, group)
-    checks += [_scalar_check(contract, i, scalar) for i, scalar in enumerate(contract.scalars)]
-    checks += [f"({_expression(relation, contract)})" for relation in contract.where]
+        if tensor.optional and binding:
+            absent = [_local(dim) for dim in sorted(bound - known)]
+            statements += [f"{' = '.join([*absent, 'None'])}"] if absent else []
+            statements.append(f"if {tensor.name} is not None:")
+            binding = [f"    {line}" for line in binding]
+        statements += binding
+        if index == 0:
+            statements += [f"device = {tensor.name}.device", f"on_cpu = {tensor.name}.is_cpu"]
+            statements.append(f"index = -1 if on_cpu else {tensor.name}.get_device()")
+    checks += [check for scalar in contract.scalars if (check := _scalar_check(scalar))]
+    # A relation of static dims alone was checked before its key entered the table.
+    fixed = {*contract.static, *(flag.name for flag in contract.flags)}
+    checks += [f"({_expression(r, contract)})" for r in contract.where if not set(_IDENTIFIER.findall(r)) <= fixed]
     return statements, checks
 
 
-def _agree(contract: Contract, group: tuple[str, ...]) -> list[str]:
-    optional = {tensor.name for tensor in contract.tensors if tensor.optional}
-    anchor = next(name for name in group if name not in optional)
-    return [
-        f"({name} is None or {name}.dtype == {anchor}.dtype)" if name in optional else f"{name}.dtype == {anchor}.dtype"
-        for name in group
-        if name != anchor
-    ]
+def _shape(contract: Contract, index: int, tensor: TensorParameter, bound: set[str]) -> tuple[list[str], list[str]]:
+    """Binds the dims that this tensor is the first to have (adding them to `bound`), and compares the others."""
+    if all(set(_IDENTIFIER.findall(expr)) <= bound for expr in tensor.dims):
+        sizes = "".join(f"{_expression(expr, contract)}, " for expr in tensor.dims)
+        return [], [f"{tensor.name}.shape == ({sizes.strip()})"]
+    targets: list[str] = []
+    conditions: list[str] = []
+    names: list[str] = []
+    for position, expr in enumerate(tensor.dims):
+        offset = offset_of(expr)
+        if is_name(expr) and expr not in bound | set(names):
+            names.append(expr)
+            targets.append(_local(expr))
+            continue
+        size = f"n{index}_{position}"
+        targets.append(size)
+        if offset is not None and offset[0] not in bound | set(names):
+            names.append(offset[0])
+            conditions.insert(0, f"({_local(offset[0])} := {size} - {offset[1]}) >= 0")
+        else:
+            conditions.append(f"{size} == {_expression(expr, contract)}")
+    bound.update(names)
+    return [f"{', '.join(targets)}, = {tensor.name}.shape"], conditions
+
+
+def _layout_and_device(contract: Contract, tensor: TensorParameter) -> list[str]:
+    name = tensor.name
+    conditions = [f"not {name}.requires_grad"]
+    if name in contract.strided:
+        conditions.append(f"({name}.stride(-1) == 1 or {name}.shape[-1] <= 1)")
+    else:
+        conditions.append(f"{name}.is_contiguous()")
+    if name in contract.host:
+        conditions.append(f"{name}.is_cpu")
+    elif tensor is not contract.tensors[0]:
+        # Cheaper than comparing torch.device objects, and as strict.
+        conditions.append(f"({name}.is_cpu if on_cpu else {name}.get_device() == index)")
+    return conditions
 
 
 def _unless_absent(tensor: TensorParameter, condition: str) -> str:
     return f"({tensor.name} is None or {condition})" if tensor.optional else condition
 
 
-def _scalar_check(contract: Contract, index: int, scalar: ScalarParameter) -> str:
+def _scalar_check(scalar: ScalarParameter) -> str | None:
+    """The type of a number; flags are part of the key, which vouches for them."""
     name = scalar.name
-    kinds = {float: f"type({name}) is float or type({name}) is int", torch.dtype: f"type({name}) is dtype_type"}
-    condition = kinds.get(scalar.type, f"type({name}) is {scalar.type.__name__}")
-    if scalar.choices:
-        condition = f"{name} in C{index}"
+    if scalar.type not in (int, float):
+        return None
+    condition = f"type({name}) is float or type({name}) is int" if scalar.type is float else f"type({name}) is int"
     return f"({name} is None or {condition})" if scalar.optional else f"({condition})"
 
 

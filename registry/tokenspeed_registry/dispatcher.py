@@ -15,7 +15,7 @@ from tokenspeed_registry.dispatch import build, generate, guard_dims
 from tokenspeed_registry.errors import TokenspeedError
 from tokenspeed_registry.kernel import Kernel, Priority
 from tokenspeed_registry.library import define
-from tokenspeed_registry.platform import overridden, platform_of
+from tokenspeed_registry.platform import platform_of
 from tokenspeed_registry.reference import copy_into
 from tokenspeed_registry.scope import current_scope, recording
 from tokenspeed_registry.selection import Candidate, candidates, choose
@@ -65,7 +65,7 @@ class Dispatcher:
     def reject(self, args: tuple[Any, ...]) -> NoReturn:
         """Raises the error that names what is wrong with a call which the fast checks refused."""
         signature_of(self.contract, self._arguments(args))
-        raise TokenspeedError(f"{self.contract.name}: refused by the generated checks only:\n{self.source}")
+        raise TokenspeedError(f"{self.contract.name}: refused by the generated checks alone, a bug:\n{self.source}")
 
     def check_out(self, out: object, args: tuple[Any, ...]) -> None:
         check_out(self.contract, out, self._arguments(args))
@@ -73,10 +73,11 @@ class Dispatcher:
     def resolve(self, key: Hashable, args: tuple[Any, ...], backend: str | None) -> Callable[..., Any]:
         """The slow path: a key not seen before, an explicit choice, or a trace."""
         scope = current_scope.get()
+        table = self.table  # loading plugins may replace it; a choice made for this one must not enter the next
         choice = backend or (scope and scope.choice(self.contract.name)) or self._configured()
         chosen = self.select(args, choice)
-        if choice is None and not overridden():
-            self.table[key] = chosen.function
+        if choice is None and (scope is None or scope.platform is None):
+            table[key] = chosen.function
         if scope is None:
             return chosen.function
         return recording(scope, self.contract.name, chosen.name, chosen.backend, chosen.function)
@@ -86,7 +87,8 @@ class Dispatcher:
         self._registry.load_plugins()
         signature = signature_of(self.contract, self._arguments(args))
         device = args[self._first].device
-        platform = platform_of(device)
+        scope = current_scope.get()
+        platform = (scope and scope.platform) or platform_of(device)
         refused: dict[str, str] = {}
         while True:
             found = candidates(self.kernels, platform, signature, self._registry.evidence, refused)

@@ -4,9 +4,7 @@ Nothing is probed at import: `platform_of(device)` asks torch the first time a t
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -77,8 +75,6 @@ PLATFORMS: Mapping[str, Platform] = {
     )
 }
 
-_override: ContextVar[Platform | None] = ContextVar("tokenspeed_platform", default=None)
-
 
 def known_platform(arch: str) -> Platform:
     """The table's entry for `arch`. Raises `UnknownNameError` that lists the known ones."""
@@ -91,27 +87,10 @@ def known_platform(arch: str) -> Platform:
 def platform_of(device: torch.device) -> Platform:
     """The platform that serves tensors on `device`.
 
-    An override (context manager, or `TOKENSPEED_KERNELS_ARCH` for accelerators) wins over what the device says.
-    An accelerator that the table does not know gets its own arch name and no features, so that portable kernels
-    still run and vendor kernels say why they do not.
+    `TOKENSPEED_KERNELS_ARCH` overrides what an accelerator says of itself. One that the table does not know gets its
+    own arch name and no features, so that portable kernels still run and vendor kernels say why they do not.
     """
-    forced = _override.get()
-    return forced if forced is not None else _detect(device.type, device.index)
-
-
-@contextmanager
-def override_platform(platform: Platform) -> Iterator[None]:
-    """Dispatch as if every device were `platform`, in this context (for tests and for planning)."""
-    token = _override.set(platform)
-    try:
-        yield
-    finally:
-        _override.reset(token)
-
-
-def overridden() -> bool:
-    """True inside `override_platform`."""
-    return _override.get() is not None
+    return _detect(device.type, device.index)
 
 
 @cache

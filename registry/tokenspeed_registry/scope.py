@@ -2,15 +2,20 @@
 
 with use("torch"): ...                    every op by this backend, or an error that says why it cannot
 with use(mla_decode="cuda.mla_decode"): ...
-with trace() as calls: ...                what really ran: [Call(op, kernel, seconds), ...]
+with trace() as calls: ...                what really ran: [Call(op, kernel, backend, seconds), ...]
+with override_platform(platform): ...     select as if every device were of this platform
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+
+from tokenspeed_registry.platform import Platform
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Scope:
     choices: Mapping[str, str] = field(default_factory=dict)
     calls: list[Call] | None = None
     timed: bool = False
+    platform: Platform | None = None
 
     def choice(self, op: str) -> str | None:
         return self.choices.get(op, self.choices.get("*"))
@@ -41,25 +47,24 @@ current_scope: ContextVar[Scope | None] = ContextVar("tokenspeed_scope", default
 @contextmanager
 def use(backend: str | None = None, **ops: str) -> Iterator[None]:
     """Serve every op by `backend`, or single ops as the keywords say; strict: what cannot be so served raises."""
-    outer = current_scope.get() or Scope()
-    choices = {**outer.choices, **({"*": backend} if backend else {}), **ops}
-    token = current_scope.set(Scope(choices, outer.calls, outer.timed))
-    try:
+    choices = {**_current().choices, **({"*": backend} if backend else {}), **ops}
+    with _within(choices=choices):
         yield
-    finally:
-        current_scope.reset(token)
 
 
 @contextmanager
 def trace(timed: bool = False) -> Iterator[list[Call]]:
     """Records every call dispatched in the block. `timed` waits for the device after each: for looking only."""
-    outer = current_scope.get() or Scope()
     calls: list[Call] = []
-    token = current_scope.set(Scope(outer.choices, calls, timed))
-    try:
+    with _within(calls=calls, timed=timed):
         yield calls
-    finally:
-        current_scope.reset(token)
+
+
+@contextmanager
+def override_platform(platform: Platform) -> Iterator[None]:
+    """Selects kernels as if every device were `platform`: for tests and planning."""
+    with _within(platform=platform):
+        yield
 
 
 def recording(scope: Scope, op: str, kernel: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,8 +86,19 @@ def recording(scope: Scope, op: str, kernel: str, backend: str, function: Callab
     return record
 
 
-def _wait_for(args: tuple[Any, ...]) -> None:
-    import torch
+def _current() -> Scope:
+    return current_scope.get() or Scope()
 
+
+@contextmanager
+def _within(**changes: Any) -> Iterator[None]:
+    token = current_scope.set(replace(_current(), **changes))
+    try:
+        yield
+    finally:
+        current_scope.reset(token)
+
+
+def _wait_for(args: tuple[Any, ...]) -> None:
     if args[0].device.type == "cuda":
         torch.cuda.synchronize(args[0].device)

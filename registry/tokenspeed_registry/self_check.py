@@ -8,7 +8,7 @@ import torch
 
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.evidence import Level
-from tokenspeed_registry.platform import Platform, overridden
+from tokenspeed_registry.platform import Platform, platform_of
 from tokenspeed_registry.selection import Candidate
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def run(
     """
     kernel = candidate.kernel
     exempt = kernel.compiler is None or candidate.level is Level.MEASURED or not registry.settings.self_check
-    if exempt or overridden():
+    if exempt or platform.arch != platform_of(device).arch:
         return None
     key = (kernel.name, kernel.source_hash, platform.arch)
     with _lock:
