@@ -41,13 +41,8 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         try:
             return cls(fast, _special_tokens(config), _templates(folder, config))
-        except TemplateError as error:
+        except (TemplateError, UnicodeDecodeError) as error:
             raise CheckpointError(str(folder), [f"chat template: {error}"]) from error
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return int(self._fast.get_vocab_size(with_added_tokens=True))
 
     @property
     def has_chat_template(self) -> bool:
@@ -120,8 +115,12 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(stored, str):
         return {"default": stored} | sources
     if isinstance(stored, list):
-        return {entry["name"]: entry["template"] for entry in stored if isinstance(entry, dict)} | sources
+        return {entry["name"]: entry["template"] for entry in stored if _is_named_template(entry)} | sources
     return sources
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

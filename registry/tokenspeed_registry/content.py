@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from tokenspeed_registry.errors import ContentError
+from tokenspeed_registry.signature import evaluate
 
 SHORT = 64
 """Longest tensor, in elements, that is read on every call on the CPU."""
@@ -44,13 +45,13 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Indices:
-    """Indices below dim `below`; -1 marks padding."""
+    """Indices below dim (or product of dims) `below`; -1 marks padding."""
 
     argument: str
     below: str
 
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
-        limit = dims[self.below]
+        limit = evaluate(self.below, dims)
         flat = values.tolist() if values.dim() == 1 else values.flatten().tolist()
         if not flat or (min(flat) >= -1 and max(flat) < limit):
             return

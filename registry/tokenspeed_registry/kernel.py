@@ -49,6 +49,11 @@ class Requirement:
     vendors: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset()
 
+    def describe(self) -> str:
+        """In words, for example `arch sm_90a` or `any device`."""
+        parts = {"arch": self.archs, "vendor": self.vendors, "features": self.features}
+        return "; ".join(f"{name} {', '.join(sorted(of))}" for name, of in parts.items() if of) or "any device"
+
     def explain(self, platform: Platform) -> str | None:
         """Why the platform does not do; None where it does."""
         if self.archs and platform.arch not in self.archs:

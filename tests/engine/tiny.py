@@ -142,7 +142,12 @@ def hf_greedy(folder: Path, ids: Sequence[int], count: int) -> list[int]:
 @functools.cache
 def _hf_model(folder: Path) -> Any:
     _quieten()
-    return transformers.Qwen4ExpForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model, info = transformers.Qwen4ExpForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise RuntimeError(f"transformers made up weights of {folder.name}: {info}")
+    return model.eval()
 
 
 def _quieten() -> None:
@@ -198,7 +203,8 @@ def _save_multimodal(model: Any, folder: Path) -> None:
         weight_map |= dict.fromkeys(members, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
-    text_config = model.config.to_dict() | {"layer_types": BASE["layer_types"]}
+    dtype = str(model.dtype).removeprefix("torch.")
+    text_config = model.config.to_dict() | {"layer_types": BASE["layer_types"], "dtype": dtype}
     config = transformers.Qwen4ExpConfig(text_config=text_config).to_dict() | {"text_config": text_config}
     config["architectures"] = ["Qwen4ExpForConditionalGeneration"]
     (folder / "config.json").write_text(json.dumps(config))

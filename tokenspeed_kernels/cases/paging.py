@@ -35,11 +35,11 @@ def paged_cache(
     make: Make, table: Tensor, lengths: Sequence[int], pages: int, page: int, *row: int, dtype: torch.dtype
 ) -> Tensor:
     """A cache [pages, page, *row] with Gaussian rows where a sequence has tokens, and NaN everywhere else."""
-    cache = torch.full((pages, page, *row), torch.nan, dtype=dtype)
-    for entries, length in zip(table.tolist(), lengths, strict=True):
-        for position in range(length):
-            cache[entries[position // page], position % page] = make.normal(*row, dtype=dtype)
-    return cache
+    cache = make.normal(pages * page, *row, dtype=dtype)
+    unused = torch.ones(pages * page, dtype=torch.bool)
+    unused[token_slots(table, lengths, lengths, page)] = False
+    cache[unused] = torch.nan
+    return cache.reshape(pages, page, *row)
 
 
 def distinct_slots(make: Make, count: int, slots: int, *, padding: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -52,8 +52,8 @@ def distinct_slots(make: Make, count: int, slots: int, *, padding: int = 0, dtyp
 def token_slots(table: Tensor, lengths: Sequence[int], new: Sequence[int], page: int) -> Tensor:
     """Cache slots (page id·page + offset), int64, of the last `new` tokens of every sequence, packed."""
     slots = [
-        int(entries[position // page]) * page + position % page
-        for entries, length, count in zip(table, lengths, new, strict=True)
+        entries[position // page] * page + position % page
+        for entries, length, count in zip(table.tolist(), lengths, new, strict=True)
         for position in range(length - count, length)
     ]
     return torch.tensor(slots, dtype=torch.int64)

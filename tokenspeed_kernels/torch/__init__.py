@@ -2,7 +2,20 @@
 
 from tokenspeed_registry import Plugin
 
-_FAMILIES = ("attention", "gdn", "linear", "mla", "moe", "ngram", "norm", "residual", "rope", "sampling", "sparse")
+_FAMILIES = (
+    "attention",
+    "conv",
+    "gdn",
+    "linear",
+    "mla",
+    "moe",
+    "ngram",
+    "norm",
+    "residual",
+    "rope",
+    "sampling",
+    "sparse",
+)
 
 plugin = Plugin(
     "torch",

@@ -62,9 +62,8 @@ def paged_rows(cache: Tensor, page_table: Tensor, sequence: Tensor, position: Te
 
     `sequence` and `position` broadcast against each other; rows at negative positions are zero.
     """
-    shape = torch.broadcast_shapes(sequence.shape, position.shape)
     if cache.shape[0] == 0 or page_table.shape[1] == 0:
-        return cache.new_zeros(*shape, *cache.shape[2:])
+        return cache.new_zeros(*(sequence + position).shape, *cache.shape[2:])
     place = position.clamp_min(0)
     pages = page_table.long()[sequence, place // cache.shape[1]].clamp_min(0)
     rows = cache[pages, place % cache.shape[1]]

@@ -1,0 +1,19 @@
+"""NVIDIA backend: kernels for Hopper and Blackwell. It has no kernels yet; portable ones serve these archs."""
+
+import torch
+from tokenspeed_registry import Plugin, present_platform
+
+
+def probe() -> str | None:
+    """Why the backend is not usable here; None where an NVIDIA device of a known arch is present."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "no NVIDIA device that torch can use"
+    platform = present_platform()
+    return (
+        None
+        if platform.features
+        else f"device {platform.device} has an arch this backend does not know: {platform.arch}"
+    )
+
+
+plugin = Plugin("cuda", modules=(), probe=probe)

@@ -1,4 +1,4 @@
-"""The control plane: which request runs what and when. Plain Python without torch, deterministic, testable without a model."""
+"""The control plane: which request runs what, and when. Deterministic plain Python without torch or a model."""
 
 from tokenspeed_engine.control.config import ControlConfig
 from tokenspeed_engine.control.core import EngineCore

@@ -10,7 +10,7 @@ class Tokenizer(Protocol):
     """What the control plane needs of a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that form no character become U+FFFD. No clean-up of spaces. Special tokens may be empty."""
+        """Text of ids, spaces as they come; bytes that form no character become U+FFFD, special tokens may be empty."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Which requests run in a step, and with which tokens: continuous batching with chunked prefill.
 
 Requests are admitted in order of arrival, and where pages run out the youngest running one gives way. So the running
-requests are at all times the oldest unfinished ones. The oldest of all is never preempted for another, and admission has
-checked that the pool can hold it to its end: it finishes, then the next, and no request waits for ever.
+requests are at all times the oldest unfinished ones. The oldest of all is never preempted for another, and admission
+has checked that the pool can hold it to its end: it finishes, then the next, and no request waits for ever.
 """
 
 from collections import OrderedDict

@@ -54,8 +54,8 @@ def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, b
         return x.reshape(batch * heads, -1, CHUNK, *x.shape[3:])
 
     q, k, v, gate, beta = (chunked(x) for x in (q, k, v, log_decay, beta))
-    total = gate.cumsum(-1)
     future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    total = gate.unsqueeze(-2).masked_fill(future, 0.0).sum(-1)  # a cumulative sum that fuses
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()
     beta = beta.unsqueeze(-1)
     inverse: Tensor = UnitLowerInverse.apply((beta * (k @ k.mT) * decay).tril(-1))  # type: ignore[no-untyped-call]
@@ -120,7 +120,8 @@ class GatedDeltaNet(nn.Module):
             repeats = self.value_heads // self.key_heads
             q, k = (t.repeat_interleave(repeats, dim=2) for t in (q * self.key_dim**-0.5, k))
             v = v.unflatten(-1, (self.value_heads, self.value_dim))
-            log_decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+            # logaddexp(x, 0) is softplus, whose own backward breaks under torch.compile on strided gradients.
+            log_decay = -self.A_log.exp() * torch.logaddexp(a + self.dt_bias, torch.zeros_like(a))
             out = chunk_gated_delta_rule(q, k, v, log_decay, torch.sigmoid(b))
         out = self.norm(out, gate.unflatten(-1, (self.value_heads, self.value_dim)))
         y: Tensor = self.out_proj(out.flatten(-2))

@@ -97,6 +97,9 @@ class Trainer:
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
             losses = compute(self.model, self.window(phase.length), phase.mode)
         losses.total.backward()
+        if not phase.mode.train_indexer:  # compiled layers give it zeros, which would let weight decay act
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = None if ".indexer." in name else parameter.grad
         nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -97,11 +97,6 @@ class Qwen4ExpConfig(BaseModel):
     split_ngram_parts: Size = 512
     seed: int = 1234
 
-    @model_validator(mode="before")
-    @classmethod
-    def _normalise(cls, raw: Any) -> Any:
-        return _normalise(raw) if isinstance(raw, dict) else raw
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = find_problems(self)
@@ -177,7 +172,9 @@ def parse_config(raw: Mapping[str, Any], subject: str = "config.json") -> Qwen4E
         raise ConfigError(subject, [f"quantization_config: {method} weights are not supported"])
     try:
         # Through JSON, where pydantic's strict mode takes an array for a tuple and still no string for a number.
-        return Qwen4ExpConfig.model_validate_json(json.dumps(text))
+        return Qwen4ExpConfig.model_validate_json(json.dumps(_normalise(text)))
+    except _FieldProblems as error:
+        raise ConfigError(subject, [f"{path}{problem}" for problem in error.problems]) from error
     except ValidationError as error:
         raise ConfigError(subject, _describe(error, path)) from error
 

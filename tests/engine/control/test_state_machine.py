@@ -1,0 +1,138 @@
+"""Random arrivals, lengths, stops, aborts and failures over tiny pools: every answer equals the sequential one."""
+
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tokenspeed_engine.control import ControlConfig, EngineCore, RequestOutput, RequestRefusedError, SamplingParams
+
+from tests.engine.control.fake import EOS, VOCAB, FakeExecutor, FakeTokenizer, describe, expected_answer
+
+PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
+STOPS = st.lists(st.sampled_from(["a", "ab", "bab", "abab", "😀", "é", " ca", "\ufffda"]), max_size=2, unique=True)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ControlConfig:
+    max_batch = draw(st.integers(1, 4))
+    return ControlConfig(
+        page_size=draw(st.integers(1, 4)),
+        num_pages=draw(st.integers(4, 12)),
+        num_slots=draw(st.integers(1, 4)),
+        max_batch=max_batch,
+        max_step_tokens=max_batch + draw(st.integers(0, 8)),
+        max_context=draw(st.integers(8, 24)),
+        context_tokens=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1.0])),
+        seed=draw(st.integers(0, 2)),
+        max_new_tokens=draw(st.integers(1, 12)),
+        stop=tuple(draw(STOPS)),
+        stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=1))),
+        ignore_eos=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, 0, 2])),
+    )
+
+
+class Serving(RuleBasedStateMachine):
+    @initialize(config=configs(), num_drafts=st.integers(0, 3))
+    def start(self, config: ControlConfig, num_drafts: int) -> None:
+        self.config = config
+        self.executor = FakeExecutor(config, num_drafts)
+        self.core = EngineCore(config, self.executor, vocab_size=VOCAB, eos_token_ids={EOS}, tokenizer=FakeTokenizer())
+        self.asked: dict[str, tuple[Sequence[int], SamplingParams]] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.ended_early: set[str] = set()
+
+    @rule(prompt=PROMPTS, params=sampling_params())
+    def add(self, prompt: list[int], params: SamplingParams) -> None:
+        name = f"r{len(self.asked)}"
+        config = self.config
+        most_run = max(len(prompt), min(len(prompt) + params.max_new_tokens, config.max_context) - 1)
+        try:
+            self.core.add(name, prompt, params)
+        except RequestRefusedError:
+            assert len(prompt) > config.max_context or most_run > config.num_pages * config.page_size
+            return
+        assert most_run <= config.num_pages * config.page_size
+        self.asked[name] = prompt, params
+        self.outputs[name] = []
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for output in self.core.step():
+                self.outputs[output.request_id].append(output)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        live = name in self.core._streams
+        assert self.core.abort(name) == live
+        if live:
+            self.ended_early.add(name)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def break_one(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        if name in self.core._streams:
+            self.executor.broken.add(name)
+            self.ended_early.add(name)
+
+    @invariant()
+    def running_are_the_oldest_and_own_the_pools(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        scheduler = self.core.scheduler
+        running = list(scheduler._running.values())
+        order = [state.request.arrival for state in (*running, *scheduler._waiting.values())]
+        assert order == sorted(order)
+        held = [page for state in running for page in state.pages.pages]
+        assert sorted([*held, *scheduler.pages._free]) == list(range(self.config.num_pages))
+        slots = [state.slot.slot for state in running]
+        assert sorted([*slots, *scheduler.slots._free]) == list(range(self.config.num_slots))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        tokens = sum(len(prompt) + params.max_new_tokens for prompt, params in self.asked.values())
+        # A recomputed request repeats at most what it had, once for each older request's token.
+        for _ in range(1 + tokens * tokens):
+            if not self.core.has_work:
+                break
+            self.step(1)
+        assert not self.core.has_work
+        assert self.core.scheduler.pages.num_free == self.config.num_pages
+        assert self.core.scheduler.slots.num_free == self.config.num_slots
+        for name, (prompt, params) in self.asked.items():
+            self.compare(name, prompt, params)
+
+    def compare(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        outputs = self.outputs[name]
+        assert [output.finish_reason is None for output in outputs] == [True] * (len(outputs) - 1) + [False]
+        ids = [token for output in outputs for token in output.token_ids]
+        text = "".join(output.text for output in outputs)
+        logprobs = [entry for output in outputs for entry in output.logprobs]
+        last = outputs[-1]
+        assert last.usage.prompt_tokens == len(prompt)
+        assert last.usage.completion_tokens == len(ids)
+        assert logprobs == ([] if params.logprobs is None else [describe(token, params) for token in ids])
+        answer = expected_answer(prompt, params, params.seed or 0, self.config.max_context)
+        if last.finish_reason in ("abort", "error"):
+            assert name in self.ended_early
+            assert ids == answer.token_ids[: len(ids)]
+            assert text == FakeTokenizer().decode(ids)
+        else:
+            assert (ids, text, last.finish_reason) == (answer.token_ids, answer.text, answer.finish_reason)
+
+
+Serving.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestServing = Serving.TestCase

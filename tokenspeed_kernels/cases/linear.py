@@ -1,0 +1,72 @@
+"""Inputs for dense projections and embedding rows."""
+
+from typing import Any
+
+import torch
+from tokenspeed_registry.cases import CaseSet, Make, Params
+
+from tokenspeed_kernels.cases.paging import strided
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _linear(p: Params, make: Make) -> dict[str, Any]:
+    x = make.normal(p["tokens"], p["in_features"], dtype=p["dtype"])
+    weight_scale = max(p["in_features"], 1) ** -0.5
+    return {
+        "x": strided(x) if p["strided"] else x,
+        "weight": make.normal(p["out_features"], p["in_features"], dtype=p["dtype"], scale=weight_scale),
+        "bias": make.normal(p["out_features"], dtype=p["dtype"]) if p["bias"] else None,
+    }
+
+
+linear = CaseSet(
+    axes={
+        "tokens": [3, 0, 1, 17],
+        "in_features": [64, 1, 37, 512],
+        "out_features": [48, 1, 19, 256],
+        "dtype": FLOATS,
+        "bias": [False, True],
+        "strided": [False, True],
+    },
+    build=_linear,
+    models={
+        "qwen4_exp language head": {
+            "tokens": 32,
+            "in_features": 2560,
+            "out_features": 248320,
+            "dtype": torch.bfloat16,
+        },
+        "qwen4_exp delta rule inputs": {
+            "tokens": 512,
+            "in_features": 2560,
+            "out_features": 10240,
+            "dtype": torch.bfloat16,
+        },
+        "deepseek_v3 query up": {"tokens": 512, "in_features": 1536, "out_features": 3072, "dtype": torch.bfloat16},
+    },
+)
+
+
+def _embedding(p: Params, make: Make) -> dict[str, Any]:
+    ids = make.integers(p["tokens"], low=0, high=p["vocab"], dtype=torch.int64)
+    if p["padding"]:
+        ids[make.integers(p["tokens"], low=0, high=2) == 0] = -1
+    table = make.normal(p["vocab"], p["hidden"], dtype=p["dtype"])
+    used = torch.zeros(p["vocab"], dtype=torch.bool)
+    used[ids[ids >= 0]] = True
+    table[~used] = torch.nan
+    return {"ids": ids, "table": table}
+
+
+embedding = CaseSet(
+    axes={
+        "tokens": [5, 0, 1, 65],
+        "vocab": [11, 1, 300],
+        "hidden": [64, 1, 7],
+        "dtype": FLOATS,
+        "padding": [False, True],
+    },
+    build=_embedding,
+    models={"qwen4_exp tokens": {"tokens": 512, "vocab": 248320, "hidden": 2560, "dtype": torch.bfloat16}},
+)

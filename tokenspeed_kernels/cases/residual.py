@@ -1,0 +1,68 @@
+"""Inputs for the gated residual."""
+
+from typing import Any
+
+import torch
+from tokenspeed_registry.cases import CaseSet, Make, Params
+from torch import Tensor
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+_AXES = {
+    "tokens": [3, 0, 1, 17],
+    "streams": [4, 1, 2],
+    "hidden": [32, 1, 40],
+    "dtype": FLOATS,
+    # At 1e-3 the epsilon decides the norm.
+    "magnitude": [1.0, 1e-3, 300.0],
+}
+_MIX_AXES = {**_AXES, "rank": [8, 1, 5], "injects": [True, False], "eps": [1e-6, 1e-3]}
+_MODELS = {
+    "qwen4_exp decode": {"tokens": 32, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},
+    "qwen4_exp prefill": {"tokens": 8192, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},
+}
+_MIX_MODELS = {name: {**params, "rank": 320} for name, params in _MODELS.items()}
+
+
+def _streams(p: Params, make: Make) -> Tensor:
+    """Streams of different size, which one mean over all of them would not normalise."""
+    x = make.normal(p["tokens"], p["streams"], p["hidden"], scale=p["magnitude"])
+    return (x * torch.arange(1, p["streams"] + 1).view(1, -1, 1)).to(p["dtype"])
+
+
+def _weights(p: Params, make: Make) -> dict[str, Any]:
+    """Projections that leave their outputs of size one, where silu and sigmoid bend most."""
+    width = p["streams"] * p["hidden"]
+    gates = p["streams"] if p["injects"] else 0
+    # The inputs are divided by the number of streams before silu and sigmoid.
+    scale = p["streams"] * width**-0.5
+    return {
+        "norm_weight": make.normal(p["streams"], p["hidden"], dtype=p["dtype"], scale=0.3),
+        "w_down": make.normal(p["rank"], width, dtype=p["dtype"], scale=scale),
+        "w_up": make.normal(width, p["rank"], dtype=p["dtype"], scale=2 * p["rank"] ** -0.5),
+        "w_inject": make.normal(gates, width, dtype=p["dtype"], scale=scale),
+        "eps": p["eps"],
+    }
+
+
+def _injection(p: Params, make: Make) -> dict[str, Any]:
+    return {
+        "x": _streams(p, make),
+        "y": make.normal(p["tokens"], p["hidden"], dtype=p["dtype"], scale=p["magnitude"]),
+        "inject": make.uniform(p["tokens"], p["streams"], low=0.0, high=2.0),
+    }
+
+
+residual_mix = CaseSet(
+    axes=_MIX_AXES,
+    build=lambda p, make: {"x": _streams(p, make), **_weights(p, make)},
+    models=_MIX_MODELS,
+)
+
+residual_inject = CaseSet(axes=_AXES, build=_injection, models=_MODELS)
+
+residual_inject_mix = CaseSet(
+    axes=_MIX_AXES,
+    build=lambda p, make: {**_injection(p, make), **_weights(p, make)},
+    models=_MIX_MODELS,
+)

@@ -1,0 +1,220 @@
+"""`tokenspeed-kernels`: what is here, what would serve a call and why, and whether it is right.
+
+Every command prints a table, or JSON with `--json`. Exit codes: 0 all well; 1 a check failed; 2 bad usage, such as
+an unknown op, backend or arch (one line on stderr).
+"""
+
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tokenspeed_registry import Kernel, TokenspeedError, UnknownNameError, known_platform, present_platform
+from tokenspeed_registry.conformance import Report, check_kernel
+from tokenspeed_registry.platform import PLATFORMS
+from tokenspeed_registry.registry import default_registry
+from tokenspeed_registry.signature import Signature
+
+import tokenspeed_kernels  # noqa: F401  declares the ops
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Ops = Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")]
+Backend = Annotated[str | None, typer.Option("--backend", help="Only kernels of this backend.")]
+PACKAGES = ("tokenspeed-kernels", "torch", "triton", "nvidia-cutlass-dsl", "cuda-python", "hip-python", "numpy")
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine is, which versions are installed, and how each plugin fares."""
+    platform = present_platform()
+    facts = {
+        "vendor": platform.vendor,
+        "arch": platform.arch,
+        "device": platform.device,
+        "features": sorted(platform.features),
+    }
+    versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
+    plugins = [{"name": s.name, "usable": s.usable, "reason": s.reason} for s in default_registry.plugins()]
+    if as_json:
+        return _print_json({"platform": facts, "versions": versions, "plugins": plugins})
+    _print_table("platform", [facts])
+    _print_table("versions", [{"package": name, "version": found} for name, found in versions.items()])
+    return _print_table("plugins", plugins)
+
+
+@app.command()
+def ops(as_json: Json = False) -> None:
+    """All ops, their families, and the kernels that serve them."""
+    rows = [
+        {"op": name, "family": contract.family, "kernels": [kernel.name for kernel in default_registry.kernels(name)]}
+        for name, contract in default_registry.contracts.items()
+    ]
+    _print(rows, "ops", as_json)
+
+
+@app.command()
+def kernels(op: Ops = None, backend: Backend = None, as_json: Json = False) -> None:
+    """All kernels with their declared limits and what is known of them, arch by arch."""
+    rows = [
+        {
+            "kernel": kernel.name,
+            "op": kernel.op,
+            "backend": kernel.backend,
+            "priority": int(kernel.priority),
+            "requires": kernel.requires.describe(),
+            "constraints": [constraint.needs() for constraint in kernel.constraints],
+            "evidence": {
+                arch: known
+                for arch in PLATFORMS
+                if (known := default_registry.evidence.describe(kernel, arch)) != "none"
+            },
+        }
+        for kernel in _kernels(op, backend)
+    ]
+    _print(rows, "kernels", as_json)
+
+
+@app.command()
+def explain(
+    op: str,
+    arch: Annotated[str | None, typer.Option(help="An arch of the table; this machine's unless given.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="A dim, as name=size; may be repeated.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="A tensor's dtype, as role=dtype; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which kernel would serve a call of OP, and why not the others."""
+    contract = default_registry.contract(op)
+    dims = {name: _size(name, value) for name, value in _pairs(shape, contract.dims, "dim")}
+    roles = frozenset(tensor.name for tensor in contract.tensors)
+    dtypes = {name: _dtype(value) for name, value in _pairs(dtype, roles, "tensor")}
+    platform = known_platform(arch) if arch else present_platform()
+    candidates = default_registry.explain(op, platform, Signature(dims, dtypes))
+    chosen = next((c.kernel.name for c in candidates if c.accepted), None)
+    rows = [
+        {
+            "kernel": c.kernel.name,
+            "backend": c.kernel.backend,
+            "accepted": c.accepted,
+            "reason": c.reason,
+            "evidence": c.evidence,
+        }
+        for c in candidates
+    ]
+    if as_json:
+        return _print_json({"op": op, "arch": platform.arch, "chosen": chosen, "candidates": rows})
+    return _print_table(f"{op} on {platform.arch}: {chosen or 'no kernel'}", rows)
+
+
+@app.command()
+def verify(op: Ops = None, backend: Backend = None, as_json: Json = False) -> None:
+    """Runs conformance of the kernels that run on this machine; exit code 1 where one fails."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    usable = {s.name for s in default_registry.plugins() if s.usable}
+    reports = []
+    for kernel in _kernels(op, backend):
+        fits = kernel.requires.explain(present_platform()) is None
+        if kernel.backend != "reference" and fits and kernel.backend in usable:
+            report = check_kernel(default_registry.contract(kernel.op), kernel, device)
+            reports.append(report)
+            for failure in report.failures:
+                print(f"{kernel.name}: {failure}", file=sys.stderr)
+    if not reports:
+        raise UnknownNameError("no kernel to verify here: the filters leave none that this machine can run")
+    _print([_verdict(report) for report in reports], f"conformance on {device}", as_json)
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point. Errors that the toolkit raises on purpose end in one line and exit code 2."""
+    try:
+        app()
+    except TokenspeedError as error:
+        print(f"tokenspeed-kernels: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _verdict(report: Report) -> dict[str, Any]:
+    return {
+        "op": report.op,
+        "kernel": report.kernel,
+        "backend": report.backend,
+        "cases": report.cases,
+        "refused": report.refused,
+        "worst_error": report.worst.error,
+        "tolerance": report.worst.tolerance,
+        "ok": report.ok,
+    }
+
+
+def _kernels(ops: list[str] | None, backend: str | None) -> list[Kernel]:
+    names = [default_registry.contract(op).name for op in ops] if ops else list(default_registry.contracts)
+    found = [kernel for name in names for kernel in default_registry.kernels(name)]
+    backends = sorted({kernel.backend for kernel in default_registry.kernels()})
+    if backend is not None and backend not in backends:
+        raise UnknownNameError(f"unknown backend {backend!r}; backends with kernels: {', '.join(backends)}")
+    return [kernel for kernel in found if backend in (None, kernel.backend)]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _pairs(options: list[str] | None, known: frozenset[str], what: str) -> list[tuple[str, str]]:
+    pairs = []
+    for option in options or []:
+        name, separator, value = option.partition("=")
+        if not separator or name not in known:
+            raise UnknownNameError(f"{option!r} is not name=value of a {what}; known: {', '.join(sorted(known))}")
+        pairs.append((name, value))
+    return pairs
+
+
+def _size(name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise UnknownNameError(f"size of {name} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnknownNameError(f"unknown dtype {name!r}; names are torch's, for example bfloat16 or float8_e4m3fn")
+    return found
+
+
+def _print(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:
+    if as_json:
+        _print_json(rows)
+    else:
+        _print_table(title, rows)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _print_table(title: str, rows: Any) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in rows[0] if rows else []:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    # Piped output keeps whole lines; a terminal wraps cells to its own width.
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {item}" for key, item in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)

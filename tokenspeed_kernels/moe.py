@@ -1,0 +1,159 @@
+"""Mixture of experts: routing, the experts themselves, and the gated products around them.
+
+Sources: Switch Transformers (arXiv:2101.03961) for softmax routing, GLU Variants (arXiv:2002.05202) for SwiGLU
+experts; the model descriptions in docs/models.md.
+"""
+
+import torch
+from jaxtyping import Float, Float32, Int32
+from tokenspeed_registry import Cost, Indices, Signature, op, rounded_sum
+from torch import Tensor
+
+
+@op(
+    family="moe",
+    cases="tokenspeed_kernels.cases.moe:moe_route",
+    outputs=("weights", "experts_chosen"),
+    static=("experts", "top_k"),
+    strided=("logits",),
+    where=("top_k >= 1", "top_k <= experts"),
+    cost=lambda s: Cost(flops=4 * s.numel("logits"), nbytes=s.nbytes("logits", "weights", "experts_chosen")),
+    # Softmax in float32 whatever the dtype of the logits, which are taken as they are: a sum over the experts.
+    tolerance=lambda s, role: rounded_sum(torch.float32, terms=s["experts"]),
+)
+def moe_route(
+    logits: Float[Tensor, "tokens experts"],
+    *,
+    top_k: int,
+    renormalise: bool = True,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Float32[Tensor, "tokens top_k"], Int32[Tensor, "tokens top_k"]]:
+    """The `top_k` likeliest experts of each token, in descending order of probability, and their weights.
+
+    `logits`: router logits, finite. Returns the probabilities of the chosen experts (float32 softmax over all of
+    them; with `renormalise` divided by their sum, so that a token's weights add up to 1) and the experts' ids. Among
+    equal logits any choice and any order will do. Raises `ArgumentError` for arguments that do not fit, also for a
+    `top_k` below 1 or above the number of experts.
+
+    Source: Switch Transformers, section 2.1, with top-k weights renormalised as in Mixtral (arXiv:2401.04088).
+    """
+    probabilities = logits.double().softmax(dim=-1)
+    weights, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights, experts = weights[:, :top_k], experts[:, :top_k].int()
+    return (weights / weights.sum(dim=-1, keepdim=True) if renormalise else weights), experts
+
+
+def _moe_experts_cost(s: Signature) -> Cost:
+    """No expert is read more often than once, and no more experts than there are pairs of token and expert."""
+    pairs = s["tokens"] * s["top_k"]
+    read = min(1.0, pairs / s["experts"]) if s["experts"] else 0.0
+    return Cost(
+        flops=pairs * (6 * s["inter"] * s["hidden"] + 5 * s["inter"] + 2 * s["hidden"]),
+        nbytes=s.nbytes("x", "weights", "ids", "y") + read * s.nbytes("gate_up", "down"),
+    )
+
+
+@op(
+    family="moe",
+    cases="tokenspeed_kernels.cases.moe:moe_experts",
+    outputs=("y",),
+    output_dtypes={"y": "x"},
+    static=("hidden", "inter", "experts", "top_k"),
+    strided=("x",),
+    same_dtype=(("x", "gate_up", "down"),),
+    checks=(Indices("ids", below="experts"),),
+    cost=_moe_experts_cost,
+    # Two projections in a row and the sum over experts; gate and up, their product, down and the sum are rounded.
+    tolerance=lambda s, role: rounded_sum(
+        s.dtype("x"), terms=s["hidden"] + s["inter"] + s["top_k"], roundings=4
+    ),
+)
+def moe_experts(
+    x: Float[Tensor, "tokens hidden"],
+    gate_up: Float[Tensor, "experts 2*inter hidden"],
+    down: Float[Tensor, "experts hidden inter"],
+    weights: Float32[Tensor, "tokens top_k"],
+    ids: Int32[Tensor, "tokens top_k"],
+    *,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "tokens hidden"]:
+    """Weighted sum of each token's experts: Σ w · down_e(silu(gate_e x) · up_e x).
+
+    `gate_up`: the rows of the gate, then those of the up projection. `weights` and `ids` as `moe_route` returns
+    them, in any order; an expert may occur twice. An id of -1 (padding, or an expert that lives elsewhere)
+    contributes nothing: neither its weight nor, for a token without any expert, its row of `x` is read, and the
+    output is zero. Sums are float32, rounded once. Raises `ArgumentError` for arguments that do not fit, `ContentError`
+    (short CPU tensors and debug mode) for an id that is no expert.
+
+    Source: GLU Variants, equation 6 (SwiGLU), with routing as in Switch Transformers.
+    """
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for token, experts in enumerate(ids.tolist()):
+        for place, expert in enumerate(experts):
+            if expert == -1:
+                continue
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            y[token] += weights[token, place].double() * (down[expert].double() @ (_silu(gate) * up))
+    return y
+
+
+@op(
+    family="moe",
+    cases="tokenspeed_kernels.cases.moe:silu_mul",
+    outputs=("y",),
+    output_dtypes={"y": "gate_up"},
+    static=("width",),
+    strided=("gate_up",),
+    where=("width % 2 == 0",),
+    cost=lambda s: Cost(flops=2.5 * s.numel("gate_up"), nbytes=s.nbytes("gate_up", "y")),
+    tolerance=lambda s, role: rounded_sum(s.dtype(role), terms=1),
+)
+def silu_mul(
+    gate_up: Float[Tensor, "rows width"],
+    *,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "rows width//2"]:
+    """silu(gate) · up in float32, rounded once; the gate is the first half of each row, up the second.
+
+    Raises `ArgumentError` for arguments that do not fit, also for an odd width.
+
+    Source: GLU Variants, equation 6 (SwiGLU).
+    """
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return _silu(gate) * up
+
+
+@op(
+    family="moe",
+    cases="tokenspeed_kernels.cases.moe:sigmoid_mul",
+    outputs=("y",),
+    output_dtypes={"y": "x"},
+    static=("dim", "gate_dim"),
+    strided=("x", "gate"),
+    same_dtype=(("x", "gate"),),
+    where=("gate_dim == dim or gate_dim == 1",),
+    cost=lambda s: Cost(flops=s.numel("x") + 4 * s.numel("gate"), nbytes=s.nbytes("x", "gate", "y")),
+    tolerance=lambda s, role: rounded_sum(s.dtype(role), terms=1),
+)
+def sigmoid_mul(
+    x: Float[Tensor, "rows dim"],
+    gate: Float[Tensor, "rows gate_dim"],
+    *,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "rows dim"]:
+    """x · sigmoid(gate) in float32, rounded once.
+
+    `gate` has a value for each element of `x` (output gate of attention) or one a row (gate of a shared expert).
+    Raises `ArgumentError` for arguments that do not fit, also for a gate of any other width.
+
+    Source: output gate of gated attention (arXiv:2505.06708); shared expert of Qwen2-MoE.
+    """
+    return x.double() / (1 + (-gate.double()).exp())
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())

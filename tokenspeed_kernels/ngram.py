@@ -1,0 +1,292 @@
+"""n-gram embeddings: hashes of the last tokens, rows of a large table, and their gated injection into the residual.
+
+Sources: the Qwen3.8-Flash-Next reference implementation; hashed n-gram tables go back to fastText
+(arXiv:1607.04606), their gated use inside a layer to Engram (arXiv:2601.07372).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float8e4m3fn, Float32, Int32, Int64
+from tokenspeed_registry import ContentError, Cost, Indices, Offsets, Signature, op, rounded_sum
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Positive:
+    """A content check: all values are at least 1, as a divisor of hashes must be."""
+
+    argument: str
+
+    def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
+        if wrong := [value for value in values.tolist() if value < 1]:
+            raise ContentError(op, self.argument, "values of at least 1", str(wrong[0]))
+
+
+_HASH_RELATIONS = ("order >= 2", "history == order-1", "heads % (order-1) == 0")
+_SCALE_RELATION = "scale is None or scales in (1, table_rows)"
+# float8 is a storage format: sums of it elsewhere in the model would lose everything.
+_DTYPE_RELATION = "dtype.is_floating_point and dtype.itemsize in (2, 4)"
+
+
+def _hash_flops(s: Signature) -> float:
+    return s["tokens"] * (2 * s["order"] + 2 * s["heads"])
+
+
+def _lookup_bytes(s: Signature) -> float:
+    """Only the rows looked up are read of the table, and of scales one a row."""
+    rows = s["tokens"] * s["heads"]
+    scales = (1 if s["scales"] == 1 else rows) if s.given("scale") else 0
+    return rows * s["dim"] * s.dtype("table").itemsize + 4 * scales + s.nbytes("embedding")
+
+
+def _lookup_tolerance(s: Signature, role: str) -> float:
+    # A copy is exact; else one product in float32 and one rounding.
+    if not s.given("scale") and s.dtype("table") == s.dtype(role):
+        return 0.0
+    return rounded_sum(s.dtype(role), terms=1)
+
+
+@op(
+    family="ngram",
+    cases="tokenspeed_kernels.cases.ngram:ngram_hash",
+    outputs=("rows",),
+    static=("order", "heads"),
+    where=_HASH_RELATIONS,
+    checks=(Offsets("cu_seqlens", total="tokens"), Positive("moduli")),
+    cost=lambda s: Cost(
+        flops=_hash_flops(s),
+        nbytes=s.nbytes("ids", "context", "cu_seqlens", "multipliers", "moduli", "offsets", "rows"),
+    ),
+    tolerance=lambda s, role: 0.0,  # integers
+)
+def ngram_hash(
+    ids: Int64[Tensor, "tokens"],
+    context: Int64[Tensor, "seqs history"],
+    cu_seqlens: Int32[Tensor, "seqs+1"],
+    multipliers: Int64[Tensor, "order"],
+    moduli: Int64[Tensor, "heads"],
+    offsets: Int64[Tensor, "heads"],
+    *,
+    eos: int,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Int64[Tensor, "tokens heads"]:
+    """The table rows of every token's n-grams, for all n from 2 to `order`.
+
+    With t0 the token and t1, t2, ... its predecessors, the hash of the n-gram is the exclusive or of
+    t_i · multipliers[i] for i < n, on wrapping signed 64-bit integers. Head j looks at n-grams of
+    n = 2 + j // (heads / (order − 1)) tokens: its row is (hash mod moduli[j]) + offsets[j], the modulo floored, so
+    never negative.
+
+    `ids`: token ids of all sequences, packed; sequence s has ids[cu_seqlens[s] : cu_seqlens[s + 1]]. `context`: the
+    order − 1 ids before each of them, oldest first, `eos` where there are none. A predecessor that is `eos` makes all
+    older ones count as `eos` too; an `eos` token itself still sees its own predecessors. An id of −1 is padding: its
+    rows are −1, and what follows it sees it as `eos`. Returns the rows, int64, as a table past 2^31 rows needs.
+    Raises `ArgumentError` for arguments that do not fit, `ContentError` for bad offsets or a modulus below 1.
+
+    Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation.
+    """
+    order, heads = multipliers.shape[0], moduli.shape[0]
+    factors, divisors, starts = multipliers.tolist(), moduli.tolist(), offsets.tolist()
+    bounds = cu_seqlens.tolist()
+    rows = torch.full((ids.shape[0], heads), -1, dtype=torch.int64)
+    for sequence, before in enumerate(context.tolist()):
+        text = before + ids[bounds[sequence] : bounds[sequence + 1]].tolist()
+        for position in range(order - 1, len(text)):
+            if text[position] == -1:
+                continue
+            window = _window(text, position, order, eos)
+            token = bounds[sequence] + position - (order - 1)
+            for head in range(heads):
+                value = 0
+                for i in range(2 + head // (heads // (order - 1))):
+                    value ^= _wrap(window[i] * factors[i])
+                rows[token, head] = value % divisors[head] + starts[head]
+    return rows.to(ids.device)
+
+
+def _window(text: list[int], position: int, order: int, eos: int) -> list[int]:
+    """The token at `position` and its order − 1 predecessors, newest first."""
+    window = [text[position]]
+    for back in range(1, order):
+        ended = back > 1 and window[-1] == eos
+        previous = text[position - back]
+        window.append(eos if ended or previous == -1 else previous)
+    return window
+
+
+def _wrap(value: int) -> int:
+    """`value` mod 2^64 as a signed 64-bit integer."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@op(
+    family="ngram",
+    cases="tokenspeed_kernels.cases.ngram:ngram_lookup",
+    outputs=("embedding",),
+    output_dtypes={"embedding": "dtype"},
+    static=("heads", "dim"),
+    where=("table_rows >= 1", _SCALE_RELATION, _DTYPE_RELATION),
+    checks=(Indices("rows", below="table_rows"),),
+    cost=lambda s: Cost(flops=s.numel("embedding"), nbytes=s.nbytes("rows") + _lookup_bytes(s)),
+    tolerance=_lookup_tolerance,
+)
+def ngram_lookup(
+    rows: Int64[Tensor, "tokens heads"],
+    table: Float[Tensor, "table_rows dim"] | Float8e4m3fn[Tensor, "table_rows dim"],
+    scale: Float32[Tensor, "scales"] | None,
+    *,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "tokens heads*dim"]:
+    """The table rows of each token, one behind the other: embedding[t, j·dim : (j+1)·dim] = table[rows[t, j]] · scale.
+
+    `rows` of −1 give zeros. `table` is bfloat16, float16, float32 or float8_e4m3fn and may exceed 2^31 elements.
+    `scale` holds one factor for the whole table or one a row; None is 1. `dtype` is that of the result: bfloat16,
+    float16 or float32. The product is float32 and rounds once. Raises `ArgumentError` for arguments that do not fit,
+    `ContentError` for a row outside the table.
+
+    Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation; its float8 checkpoints for the scales.
+    """
+    embedding = torch.zeros(*rows.shape, table.shape[1], dtype=torch.float64, device=rows.device)
+    for token, row_of_head in enumerate(rows.tolist()):
+        for head, row in enumerate(row_of_head):
+            if row == -1:
+                continue
+            embedding[token, head] = table[row].double()
+            if scale is not None:
+                embedding[token, head] *= scale[row if scale.shape[0] > 1 else 0].double()
+    return embedding.flatten(1)
+
+
+@op(
+    family="ngram",
+    cases="tokenspeed_kernels.cases.ngram:ngram_embed",
+    outputs=("embedding",),
+    output_dtypes={"embedding": "dtype"},
+    static=("order", "heads", "dim"),
+    where=(*_HASH_RELATIONS, "table_rows >= 1", _SCALE_RELATION, _DTYPE_RELATION),
+    checks=(Offsets("cu_seqlens", total="tokens"), Positive("moduli"), Indices("offsets", below="table_rows")),
+    cost=lambda s: Cost(
+        flops=_hash_flops(s) + s.numel("embedding"),
+        nbytes=s.nbytes("ids", "context", "cu_seqlens", "multipliers", "moduli", "offsets") + _lookup_bytes(s),
+    ),
+    tolerance=_lookup_tolerance,
+)
+def ngram_embed(
+    ids: Int64[Tensor, "tokens"],
+    context: Int64[Tensor, "seqs history"],
+    cu_seqlens: Int32[Tensor, "seqs+1"],
+    multipliers: Int64[Tensor, "order"],
+    moduli: Int64[Tensor, "heads"],
+    offsets: Int64[Tensor, "heads"],
+    table: Float[Tensor, "table_rows dim"] | Float8e4m3fn[Tensor, "table_rows dim"],
+    scale: Float32[Tensor, "scales"] | None,
+    *,
+    eos: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Float[Tensor, "tokens heads*dim"]:
+    """`ngram_hash`, then `ngram_lookup` of its rows, which are never stored.
+
+    moduli[j] + offsets[j] must not exceed the table's rows. Returns zeros for padding ids (−1). Raises
+    `ArgumentError` for arguments that do not fit, `ContentError` for bad offsets or a modulus below 1.
+
+    Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation.
+    """
+    rows = ngram_hash.contract.reference(ids, context, cu_seqlens, multipliers, moduli, offsets, eos=eos)
+    embedding = ngram_lookup.contract.reference(rows, table, scale, dtype=dtype)
+    assert isinstance(embedding, Tensor)
+    return embedding
+
+
+@op(
+    family="ngram",
+    cases="tokenspeed_kernels.cases.ngram:ngram_gate",
+    outputs=("gated", "conv_input"),
+    output_dtypes={"gated": "x", "conv_input": "x"},
+    static=("streams", "hidden"),
+    same_dtype=(("x", "key", "value", "norm_key", "norm_query", "norm_conv"),),
+    cost=lambda s: Cost(
+        flops=20 * s.numel("x"),
+        nbytes=s.nbytes("x", "key", "value", "norm_key", "norm_query", "norm_conv", "gated", "conv_input"),
+    ),
+    # The dot product is float32; its error passes a square root, of slope up to 500 at the clamp and less than 5 from
+    # a score of 0.01 on, and a sigmoid, of slope 1/4. What is normalised may be the rounded gated value: two roundings.
+    tolerance=lambda s, role: rounded_sum(s.dtype(role), terms=4 * s["hidden"], roundings=2),
+)
+def ngram_gate(
+    x: Float[Tensor, "tokens streams hidden"],
+    key: Float[Tensor, "tokens streams hidden"],
+    value: Float[Tensor, "tokens hidden"],
+    norm_key: Float[Tensor, "streams hidden"],
+    norm_query: Float[Tensor, "streams hidden"],
+    norm_conv: Float[Tensor, "streams hidden"],
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "tokens streams hidden"], Float[Tensor, "tokens streams hidden"]]:
+    """How much of an n-gram's value each residual stream takes, by the likeness of stream and key.
+
+    With norm(x; w) = x · rsqrt(mean(x²) + eps) · (1 + w) over each stream by itself:
+
+        a          = sum(norm(key; norm_key) · norm(x; norm_query)) / √hidden
+        gated      = sigmoid(sign(a) · √max(|a|, 1e-6)) · value, where sign(0) = 0
+        conv_input = norm(gated; norm_conv)
+
+    `x`: the residual streams. `key`, `value`: projections of the n-gram embedding, without norm. All are bfloat16,
+    float16 or float32, of one dtype; the arithmetic is float32. `conv_input` goes through the causal convolution of
+    dilation `order`, whose output `ngram_inject` adds together with `gated`. Raises `ArgumentError` for arguments
+    that do not fit.
+
+    Source: n-gram layer of the Qwen3.8-Flash-Next reference implementation.
+    """
+    tokens, streams, hidden = x.shape
+    gated = torch.zeros(tokens, streams, hidden, dtype=torch.float64, device=x.device)
+    conv_input = torch.zeros_like(gated)
+    for token in range(tokens):
+        for stream in range(streams):
+            query = _rms_norm(x[token, stream], norm_query[stream], eps)
+            score = (_rms_norm(key[token, stream], norm_key[stream], eps) * query).sum() / hidden**0.5
+            score = score.sign() * score.abs().clamp_min(1e-6).sqrt()
+            gated[token, stream] = score.sigmoid() * value[token].double()
+            conv_input[token, stream] = _rms_norm(gated[token, stream], norm_conv[stream], eps)
+    return gated, conv_input
+
+
+@op(
+    family="ngram",
+    cases="tokenspeed_kernels.cases.ngram:ngram_inject",
+    static=("streams", "hidden"),
+    mutates=("x",),
+    same_dtype=(("x", "gated", "conv"),),
+    cost=lambda s: Cost(flops=2 * s.numel("x"), nbytes=s.nbytes("x", "x", "gated", "conv")),
+    # Two sums in float32, one rounding.
+    tolerance=lambda s, role: rounded_sum(s.dtype(role), terms=2),
+)
+def ngram_inject(
+    x: Float[Tensor, "tokens streams hidden"],
+    gated: Float[Tensor, "tokens streams hidden"],
+    conv: Float[Tensor, "tokens streams hidden"],
+    *,
+    backend: str | None = None,
+) -> None:
+    """Adds an n-gram layer's gated value and its convolution to the residual streams, in place: x += gated + conv.
+
+    All are bfloat16, float16 or float32, of one dtype; the sums are float32 and round once. Raises `ArgumentError`
+    for arguments that do not fit.
+
+    Source: n-gram layer of the Qwen3.8-Flash-Next reference implementation.
+    """
+    x.copy_(x.double() + gated.double() + conv.double())
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Of one stream [hidden], in float64; the weight is centred at zero."""
+    values = x.double()
+    return values * torch.rsqrt(values.square().mean() + eps) * (1 + weight.double())

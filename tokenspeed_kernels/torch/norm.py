@@ -1,0 +1,26 @@
+"""Root-mean-square normalisation in plain torch."""
+
+import torch
+from tokenspeed_registry import copy_into, kernel
+from torch import Tensor
+
+from tokenspeed_kernels import norm
+
+
+@kernel(norm.rms_norm, backend="torch")
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool, out: Tensor | None = None) -> Tensor:
+    normed = _normalise(x, weight, eps, zero_centred)
+    return normed if out is None else copy_into(out, normed)
+
+
+@kernel(norm.grouped_rms_norm, backend="torch")
+def grouped_rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool, out: Tensor | None = None) -> Tensor:
+    normed = _normalise(x, weight, eps, zero_centred)
+    return normed if out is None else copy_into(out, normed)
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    wide = x.float()
+    scale = weight.float() + 1.0 if zero_centred else weight.float()
+    inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * inverse * scale).to(x.dtype)
