@@ -1,13 +1,14 @@
 """Causal depthwise convolution over packed sequences with a rolling history of inputs.
 
-Channel c of token t becomes activation(Σ_j weight[c, j] · x[t − (width−1−j) · dilation, c]): the last tap is the current
-token, and what lies before the sequence is zero. The sum is float32 and rounded to x's dtype before the activation.
+Channel c of token t becomes activation(Σ_j weight[c, j] · x[t − (width−1−j) · dilation, c]): the last tap is the
+current token, and what lies before the sequence is zero. The sum is float32 and rounded to x's dtype before the
+activation.
 A pool [pool, history, channels] of the caller's holds the last inputs of each sequence, oldest first; a sequence whose
 slot is −1 is padding: nothing of it is read or written, and its output is zero. No two sequences of a call may share a
 slot.
 
-Source: the short convolutions of Mamba, arXiv:2312.00752, and Gated Delta Networks, arXiv:2412.06464; the dilated one of
-the n-gram block in Qwen3.8.
+Source: the short convolutions of Mamba, arXiv:2312.00752, and Gated Delta Networks, arXiv:2412.06464; the dilated one
+of the n-gram block in Qwen3.8.
 """
 
 from typing import Literal

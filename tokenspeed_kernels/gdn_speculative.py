@@ -1,8 +1,8 @@
 """Speculative verify of the gated delta rule: drafted tokens whose effect on the state can be taken back.
 
 Two ops, since they move different bytes: `gdn_verify` writes a state per token, of which the caller picks one;
-`gdn_verify_replay` only reads states, and replays the tokens that were accepted in a later call. Either leaves things as
-if only the accepted tokens had come. The rule, the pool and the heads are those of `gdn`.
+`gdn_verify_replay` only reads states, and a later call replays the tokens that were accepted. Either leaves things as if
+only the accepted tokens had come. The rule, the pool and the heads are those of `gdn`.
 """
 
 import torch

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float8e4m3fn, Float32, Int32, Int64
-from tokenspeed_registry import ContentError, Cost, Indices, Offsets, Signature, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import ContentError, Cost, Indices, Offsets, Signature, op, rounded_sum
 
 
 @dataclass(frozen=True)

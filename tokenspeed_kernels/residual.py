@@ -6,8 +6,9 @@ form, in which the mix reads the normalised streams and the injection adds to th
 
 import torch
 from jaxtyping import Float, Float32
-from tokenspeed_registry import Cost, Signature, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Cost, Signature, op, rounded_sum
 
 
 def _mix_flops(s: Signature) -> float:

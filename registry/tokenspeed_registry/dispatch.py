@@ -10,14 +10,14 @@ The generated source reads like this, for an op of one tensor with a static dim:
             device = x.device
             valid = x.is_contiguous() and not x.requires_grad
             guard = dispatcher.guard
-            key = (device, x.dtype, d_dim, guard and guard(d_tokens, d_dim))
+            dispatch_key = (device, x.dtype, d_dim, guard and guard(d_tokens, d_dim))
         except (AttributeError, TypeError, ValueError):
             valid = False
         if not valid:
             dispatcher.reject((x,))
-        kernel = dispatcher.table.get(key)
+        kernel = dispatcher.table.get(dispatch_key)
         if kernel is None or backend is not None or scope.get() is not None:
-            kernel = dispatcher.resolve(key, (x,), backend)
+            kernel = dispatcher.resolve(dispatch_key, (x,), backend)
         ...
         return kernel(x, out=out)
 
@@ -31,6 +31,8 @@ import linecache
 import re
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from tokenspeed_registry.content import SHORT
 from tokenspeed_registry.contract import Contract
@@ -49,27 +51,27 @@ def generate(contract: Contract, compiled: bool) -> str:
     dims, checks = _bindings(contract)
     lines += ["    try:", *(f"        {line}" for line in dims)]
     lines += [
-        "        valid = (",
+        "        _valid = (",
         *(f"            {c}{' and' if i else ''}" for i, c in _countdown(checks)),
         "        )",
     ]
     lines += [
-        "        guard = dispatcher.guard",
-        f"        key = ({_key(contract)}, guard and guard({', '.join(_local(d) for d in guard_dims(contract))}))",
-        "    except (AttributeError, TypeError, ValueError):",
-        "        valid = False",
-        "    if not valid:",
-        f"        dispatcher.reject({tuple_of_args})",
-        "    kernel = dispatcher.table.get(key)",
-        "    if kernel is None or backend is not None or scope.get() is not None:",
-        f"        kernel = dispatcher.resolve(key, {tuple_of_args}, backend)",
+        "        _guard = _dispatcher.guard",
+        f"        _key = ({_key(contract)}, _guard and _guard({', '.join(_local(d) for d in guard_dims(contract))}))",
+        "    except (ArithmeticError, AttributeError, TypeError, ValueError):",
+        "        _valid = False",
+        "    if not _valid:",
+        f"        _dispatcher.reject({tuple_of_args})",
+        "    _kernel = _dispatcher.table.get(_key)",
+        "    if _kernel is None or backend is not None or _scope.get() is not None:",
+        f"        _kernel = _dispatcher.resolve(_key, {tuple_of_args}, backend)",
         *_content(contract),
     ]
     call = ", ".join(f"{p.name}={p.name}" if p.keyword else p.name for p in contract.parameters)
     if contract.outputs:
-        lines += ["    if out is not None:", f"        dispatcher.check_out(out, {tuple_of_args})"]
+        lines += ["    if out is not None:", f"        _dispatcher.check_out(out, {tuple_of_args})"]
         call += ", out=out"
-    lines.append(f"    return kernel({call})")
+    lines.append(f"    return _kernel({call})")
     return "\n".join(lines) + "\n"
 
 
@@ -78,7 +80,9 @@ def build(contract: Contract, source: str, environment: dict[str, Any]) -> Calla
     filename = f"<dispatch of {contract.name}>"
     tables: dict[str, Any] = {f"V{i}": check for i, check in enumerate(contract.checks)}
     tables |= {f"D{i}": scalar.default for i, scalar in enumerate(contract.scalars)}
-    namespace = {**tables, **environment}
+    tables |= {f"T{i}": scalar.type for i, scalar in enumerate(contract.scalars)}
+    # No parameter begins with an underscore, so none hides what the generated code needs.
+    namespace: dict[str, Any] = {f"_{name}": value for name, value in {**tables, **environment}.items()}
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     function: Callable[..., Any] = namespace[contract.name]
@@ -91,8 +95,8 @@ def build(contract: Contract, source: str, environment: dict[str, Any]) -> Calla
 
 
 def guard_dims(contract: Contract) -> tuple[str, ...]:
-    """The dims that are handed to a guard, in its order: those that required tensors bind, and integer scalars."""
-    bound = [name for tensor in contract.tensors if not tensor.optional for name in _binds(tensor)]
+    """The dims that are handed to a guard, in its order: those that tensors bind, and integer scalars."""
+    bound = [name for tensor in contract.tensors for name in _binds(tensor)]
     return tuple(dict.fromkeys([*bound, *(s.name for s in contract.scalars if s.type is int)]))
 
 
@@ -108,7 +112,7 @@ def _parameter_list(contract: Contract) -> str:
         if isinstance(parameter, TensorParameter):
             default = "=None" if parameter.optional and parameter.keyword else ""
         elif parameter.default is not inspect.Parameter.empty:
-            default = f"=D{scalar_index[parameter.name]}"
+            default = f"=_D{scalar_index[parameter.name]}"
         parts.append(parameter.name + default)
     parts += [] if keyword else ["*"]
     return ", ".join([*parts, *(["out=None"] if contract.outputs else []), "backend=None"])
@@ -117,11 +121,11 @@ def _parameter_list(contract: Contract) -> str:
 def _hand_over(contract: Contract) -> list[str]:
     call = ", ".join(f"{p.name}={p.name}" if p.keyword else p.name for p in contract.parameters)
     if not contract.outputs:
-        return ["    if is_compiling():", f"        return library_op({call}, backend=backend)"]
+        return ["    if _is_compiling():", f"        return _library_op({call}, backend=backend)"]
     return [
-        "    if is_compiling():",
-        f"        result = library_op({call}, backend=backend)",
-        "        return result if out is None else copy_into(out, result)",
+        "    if _is_compiling():",
+        f"        _result = _library_op({call}, backend=backend)",
+        "        return _result if out is None else _copy_into(out, _result)",
     ]
 
 
@@ -137,54 +141,81 @@ def _binds(tensor: TensorParameter) -> list[str]:
 
 
 def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
-    """Statements that bind dims, and the conditions of a valid call; each in dependency order."""
+    """Statements that bind dims, and the conditions of a valid call; each in dependency order.
+
+    Required tensors come first, so that an optional one is bound to what is surely there; a dim that only optional
+    tensors have is None where all of them are absent.
+    """
     bound = {scalar.name for scalar in contract.scalars if scalar.type is int}
     statements = [f"{_local(name)} = {name}" for name in sorted(bound)]
     checks: list[str] = []
-    for index, tensor in enumerate(contract.tensors):
-        known = set(bound)
-        binding, conditions = _shape(contract, index, tensor, bound)
-        conditions += _layout_and_device(contract, tensor)
-        checks += [_unless_absent(tensor, condition) for condition in conditions]
-        if tensor.optional and binding:
-            absent = [_local(dim) for dim in sorted(bound - known)]
-            statements += [f"{' = '.join([*absent, 'None'])}"] if absent else []
-            statements.append(f"if {tensor.name} is not None:")
-            binding = [f"    {line}" for line in binding]
+    numbered = sorted(enumerate(contract.tensors), key=lambda item: item[1].optional)
+    for index, tensor in numbered:
+        if tensor.optional:
+            continue
+        binding, conditions = _shape(contract, index, tensor, bound, set())
         statements += binding
+        checks += conditions + _layout_and_device(contract, tensor)
         if index == 0:
-            statements += [f"device = {tensor.name}.device", f"on_cpu = {tensor.name}.is_cpu"]
-            statements.append(f"index = -1 if on_cpu else {tensor.name}.get_device()")
-    checks += [check for scalar in contract.scalars if (check := _scalar_check(scalar))]
+            statements += [f"_device = {tensor.name}.device", f"_on_cpu = {tensor.name}.is_cpu"]
+            statements.append(f"_index = -1 if _on_cpu else {tensor.name}.get_device()")
+    uncertain = _uncertain(contract)
+    statements += [f"{_local(dim)} = None" for dim in uncertain if dim not in bound]
+    for index, tensor in numbered:
+        if not tensor.optional:
+            continue
+        binding, conditions = _shape(contract, index, tensor, bound, set(uncertain))
+        if binding:
+            statements += [f"if {tensor.name} is not None:", *(f"    {line}" for line in binding)]
+        checks += [f"({tensor.name} is None or {c})" for c in conditions + _layout_and_device(contract, tensor)]
+    checks += [check for scalar in contract.scalars if (check := _scalar_check(contract, scalar))]
     # A relation of static dims alone was checked before its key entered the table.
     fixed = {*contract.static, *(flag.name for flag in contract.flags)}
-    checks += [f"({_expression(r, contract)})" for r in contract.where if not set(_IDENTIFIER.findall(r)) <= fixed]
+    for relation in contract.where:
+        names = set(_IDENTIFIER.findall(relation))
+        if not names <= fixed:
+            absent = "".join(f"{_local(dim)} is None or " for dim in uncertain if dim in names)
+            checks.append(f"({absent}({_expression(relation, contract)}))")
     return statements, checks
 
 
-def _shape(contract: Contract, index: int, tensor: TensorParameter, bound: set[str]) -> tuple[list[str], list[str]]:
-    """Binds the dims that this tensor is the first to have (adding them to `bound`), and compares the others."""
+def _uncertain(contract: Contract) -> list[str]:
+    """Dims that a valid call may lack: those that only optional tensors bind, and optional integer scalars."""
+    required = {name for tensor in contract.tensors if not tensor.optional for name in _binds(tensor)}
+    required |= {scalar.name for scalar in contract.scalars if scalar.type is int and not scalar.optional}
+    return [dim for dim in guard_dims(contract) if dim not in required]
+
+
+def _shape(
+    contract: Contract, index: int, tensor: TensorParameter, bound: set[str], uncertain: set[str]
+) -> tuple[list[str], list[str]]:
+    """Binds the dims that this tensor is the first to have, and compares the others.
+
+    A required tensor adds its dims to `bound`; an optional one binds those of `uncertain` that are still None.
+    """
     if all(set(_IDENTIFIER.findall(expr)) <= bound for expr in tensor.dims):
         sizes = "".join(f"{_expression(expr, contract)}, " for expr in tensor.dims)
         return [], [f"{tensor.name}.shape == ({sizes.strip()})"]
     targets: list[str] = []
+    later: list[str] = []
     conditions: list[str] = []
-    names: list[str] = []
     for position, expr in enumerate(tensor.dims):
-        offset = offset_of(expr)
-        if is_name(expr) and expr not in bound | set(names):
-            names.append(expr)
-            targets.append(_local(expr))
+        base, offset = (expr, 0) if is_name(expr) else offset_of(expr) or ("", 0)
+        if base and offset == 0 and base not in bound | uncertain:
+            bound.add(base)
+            targets.append(_local(base))
             continue
-        size = f"n{index}_{position}"
+        size = f"_n{index}_{position}"
         targets.append(size)
-        if offset is not None and offset[0] not in bound | set(names):
-            names.append(offset[0])
-            conditions.insert(0, f"({_local(offset[0])} := {size} - {offset[1]}) >= 0")
-        else:
-            conditions.append(f"{size} == {_expression(expr, contract)}")
-    bound.update(names)
-    return [f"{', '.join(targets)}, = {tensor.name}.shape"], conditions
+        if base and base not in bound:
+            first = f"if {_local(base)} is None: " if base in uncertain else ""
+            later.append(f"{first}{_local(base)} = {size} - {offset}")
+            if base not in uncertain:
+                bound.add(base)
+            if offset:
+                conditions.append(f"{_local(base)} >= 0")
+        conditions.append(f"{size} == {_expression(expr, contract)}")
+    return [f"{', '.join(targets)}, = {tensor.name}.shape", *later], conditions
 
 
 def _layout_and_device(contract: Contract, tensor: TensorParameter) -> list[str]:
@@ -198,25 +229,25 @@ def _layout_and_device(contract: Contract, tensor: TensorParameter) -> list[str]
         conditions.append(f"{name}.is_cpu")
     elif tensor is not contract.tensors[0]:
         # Cheaper than comparing torch.device objects, and as strict.
-        conditions.append(f"({name}.is_cpu if on_cpu else {name}.get_device() == index)")
+        here = f"not {name}.is_cpu and {name}.get_device() == _index"  # the index of meta tensors is that of the CPU
+        conditions.append(f"({name}.is_cpu if _on_cpu else {here})")
     return conditions
 
 
-def _unless_absent(tensor: TensorParameter, condition: str) -> str:
-    return f"({tensor.name} is None or {condition})" if tensor.optional else condition
-
-
-def _scalar_check(scalar: ScalarParameter) -> str | None:
-    """The type of a number; flags are part of the key, which vouches for them."""
+def _scalar_check(contract: Contract, scalar: ScalarParameter) -> str:
+    """The type of a scalar. The key vouches for a flag's value, but not for its type: True, 1 and 1.0 are equal."""
     name = scalar.name
-    if scalar.type not in (int, float):
-        return None
-    condition = f"type({name}) is float or type({name}) is int" if scalar.type is float else f"type({name}) is int"
+    kind = f"_T{contract.scalars.index(scalar)}"
+    condition = f"type({name}) is {kind}"
+    if scalar.type is float:
+        condition += f" or type({name}) is int"
+    if scalar.type is torch.dtype:
+        condition = f"isinstance({name}, {kind})"
     return f"({name} is None or {condition})" if scalar.optional else f"({condition})"
 
 
 def _key(contract: Contract) -> str:
-    parts = ["device"]
+    parts = ["_device"]
     parts += [f"{t.name} is not None and {t.name}.dtype" if t.optional else f"{t.name}.dtype" for t in contract.tensors]
     parts += [_local(dim) for dim in contract.static]
     parts += [flag.name for flag in contract.flags]
@@ -229,16 +260,16 @@ def _content(contract: Contract) -> list[str]:
         name = check.argument
         optional = any(tensor.name == name and tensor.optional for tensor in contract.tensors)
         dims = ", ".join(f'"{dim}": {_local(dim)}' for dim in guard_dims(contract))
-        condition = f"{name}.is_cpu and {name}.numel() <= {SHORT} or settings.debug"
+        condition = f"{name}.is_cpu and {name}.numel() <= {SHORT} or _settings.debug"
         lines += [
             f"    if {f'{name} is not None and ({condition})' if optional else condition}:",
-            f"        V{index}.verify({contract.name!r}, {name}, {{{dims}}})",
+            f"        _V{index}.verify({contract.name!r}, {name}, {{{dims}}})",
         ]
     return lines
 
 
 def _local(dim: str) -> str:
-    return f"d_{dim}"
+    return f"_d_{dim}"
 
 
 def _expression(expr: str, contract: Contract) -> str:

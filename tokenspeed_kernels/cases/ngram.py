@@ -4,6 +4,7 @@ import itertools
 from typing import Any
 
 import torch
+
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -66,7 +67,7 @@ def _ngram_embed(p: Params, make: Make) -> dict[str, Any]:
 def _ngram_gate(p: Params, make: Make) -> dict[str, Any]:
     tokens, streams, hidden = p["tokens"], p["streams"], p["hidden"]
     size = torch.arange(1, streams + 1).view(1, -1, 1)  # streams of different size
-    arguments = {
+    arguments: dict[str, Any] = {
         "x": (make.normal(tokens, streams, hidden, scale=p["magnitude"]) * size).to(p["dtype"]),
         "key": (make.normal(tokens, streams, hidden, scale=p["magnitude"]) * size).to(p["dtype"]),
         "value": make.normal(tokens, hidden, dtype=p["dtype"]),
@@ -102,7 +103,7 @@ def _ngram_inject(p: Params, make: Make) -> dict[str, Any]:
     return {name: make.normal(*shape, dtype=p["dtype"]) for name in ("x", "gated", "conv")}
 
 
-_HASH_AXES = {
+_HASH_AXES: Params = {
     "lengths": [[3, 4, 1], [], [0], [1], [2], [9], [0, 5, 0, 0, 2, 1, 0]],
     "order": [3, 2, 4],
     "heads_per_order": [2, 1, 8],
@@ -110,13 +111,13 @@ _HASH_AXES = {
     "multiplier": [100, 1 << 62],
     "padding": [False, True],
 }
-_LOOKUP_AXES = {
+_LOOKUP_AXES: Params = {
     "dim": [8, 1, 5],
     "table_dtype": TABLES,
     "dtype": FLOATS,
     "scale": ["none", "one", "row"],
 }
-_STREAM_AXES = {"tokens": [3, 0, 1, 17], "streams": [4, 1, 2], "hidden": [32, 2, 41], "dtype": FLOATS}
+_STREAM_AXES: Params = {"tokens": [3, 0, 1, 17], "streams": [4, 1, 2], "hidden": [32, 2, 41], "dtype": FLOATS}
 
 _REAL_HASH = {"order": 3, "heads_per_order": 8, "modulus": 20_000_000, "multiplier": 1 << 45}
 _REAL_STREAMS = {"streams": 4, "hidden": 2560, "dtype": torch.bfloat16}

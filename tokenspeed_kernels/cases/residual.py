@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 from torch import Tensor
+
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
-_AXES = {
+_AXES: Params = {
     "tokens": [3, 0, 1, 17],
     "streams": [4, 1, 2],
     "hidden": [32, 1, 40],
@@ -16,7 +17,7 @@ _AXES = {
     # At 1e-3 the epsilon decides the norm.
     "magnitude": [1.0, 1e-3, 300.0],
 }
-_MIX_AXES = {**_AXES, "rank": [8, 1, 5], "injects": [True, False], "eps": [1e-6, 1e-3]}
+_MIX_AXES: Params = {**_AXES, "rank": [8, 1, 5], "injects": [True, False], "eps": [1e-6, 1e-3]}
 _MODELS = {
     "qwen4_exp decode": {"tokens": 32, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},
     "qwen4_exp prefill": {"tokens": 8192, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},

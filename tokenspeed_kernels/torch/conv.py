@@ -8,7 +8,7 @@ from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import conv
-from tokenspeed_kernels.torch.rows import read_rows, write_rows
+from tokenspeed_kernels.torch.paged import gather_rows, scatter_rows, token_sequences
 
 Activation = Literal["none", "silu"]
 
@@ -27,7 +27,7 @@ def causal_conv_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     seqs, history = slots.shape[0], state.shape[1]
-    before = torch.where(fresh[:, None, None], 0, read_rows(state, slots))
+    before = torch.where(fresh[:, None, None], 0, gather_rows(state, slots))
     rows = torch.cat([before.flatten(0, 1), x])
 
     def row_of(seq: Tensor, position: Tensor) -> Tensor:
@@ -35,15 +35,13 @@ def causal_conv_prefill(
         here = seqs * history + cu_seqlens[seq] + position
         return torch.where(position < 0, (seq + 1) * history + position, here)
 
-    token = torch.arange(x.shape[0], device=x.device)
-    seq = torch.searchsorted(cu_seqlens[1:], token, right=True)
-    position = token - cu_seqlens[seq]
+    seq, position = token_sequences(cu_seqlens, x.shape[0])
     taps = [rows[row_of(seq, position - offset)] for offset in _offsets(weight, dilation)]
     y = _finish(taps, weight, activation, slots[seq] >= 0, out)
 
     every = torch.arange(seqs, device=x.device).unsqueeze(-1)
     newest = cu_seqlens.diff().unsqueeze(-1) - history + torch.arange(history, device=x.device)
-    write_rows(state, slots, rows[row_of(every, newest)])
+    scatter_rows(state, (slots,), rows[row_of(every, newest)])
     return y
 
 
@@ -61,7 +59,7 @@ def causal_conv_update(
 ) -> Tensor:
     batch, q_len, channels = x.shape
     history = state.shape[1]
-    rows = torch.cat([read_rows(state, slots), x], 1)
+    rows = torch.cat([gather_rows(state, slots), x], 1)
     counted = torch.full_like(slots, history) if accepted is None else history - q_len + accepted
     counted = counted.unsqueeze(-1)  # [batch 1] rows of history before x
 
@@ -73,7 +71,7 @@ def causal_conv_update(
     token = torch.arange(q_len, device=x.device).expand(batch, -1)
     taps = [at(token - offset) for offset in _offsets(weight, dilation)]
     y = _finish(taps, weight, activation, slots >= 0, out)
-    write_rows(state, slots, at((torch.arange(history, device=x.device) - history + q_len).expand(batch, -1)))
+    scatter_rows(state, (slots,), at((torch.arange(history, device=x.device) - history + q_len).expand(batch, -1)))
     return y
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenspeed_kernels import gdn, gdn_speculative
 from tokenspeed_kernels.torch.gdn_chunk import prepare
-from tokenspeed_kernels.torch.rows import read_rows, write_rows
+from tokenspeed_kernels.torch.paged import gather_rows, scatter_rows, token_sequences
 
 CHUNK = 64
 
@@ -37,8 +37,8 @@ def gdn_decode(
     out: Tensor | None = None,
 ) -> Tensor:
     q, k = _queries_and_keys(q, k, v.shape[-2], scale, normalise)
-    new, o = _step(read_rows(state, slots).float(), q, k, v.float(), g, beta)
-    write_rows(state, slots, new)
+    new, o = _step(gather_rows(state, slots).float(), q, k, v.float(), g, beta)
+    scatter_rows(state, (slots,), new)
     return _finish(o, slots >= 0, v.dtype, out)
 
 
@@ -59,7 +59,7 @@ def gdn_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     tokens, seqs = v.shape[0], slots.shape[0]
-    write_rows(state, torch.where(fresh, slots, -1), state.new_zeros(1).expand(seqs, *state.shape[1:]))
+    scatter_rows(state, (torch.where(fresh, slots, -1),), state.new_zeros(1).expand(seqs, *state.shape[1:]))
     # Sequences are cut into chunks laid end to end. How many there are, the device knows; the host knows a bound.
     size = min(CHUNK, max(tokens, 1))
     chunks = (tokens + (size - 1) * seqs) // size
@@ -87,13 +87,11 @@ def gdn_prefill(
     current = torch.zeros(state.shape[1:], device=v.device)
     for i in range(chunks):
         row = slots[seq[i : i + 1]]
-        stored = read_rows(state, row)
+        stored = gather_rows(state, row)
         o[i], current = prepared.at(i).apply(torch.where(opens[i], stored[0].float(), current))
-        write_rows(state, torch.where(closes[i], row, -1), current.unsqueeze(0))
+        scatter_rows(state, (torch.where(closes[i], row, -1),), current.unsqueeze(0))
 
-    position = torch.arange(tokens, device=v.device)
-    seq = torch.searchsorted(cu_seqlens[1:], position, right=True, out_int32=True)
-    position = position - starts[seq]
+    seq, position = token_sequences(cu_seqlens, tokens)
     o = o[first_chunks[seq] + position // size, :, position % size]
     return _finish(o, slots[seq] >= 0, v.dtype, out)
 
@@ -115,11 +113,11 @@ def gdn_verify(
 ) -> Tensor:
     q, k = _queries_and_keys(q, k, v.shape[-2], scale, normalise)
     valid = initial_slots >= 0
-    current = read_rows(state, initial_slots).float()
+    current = gather_rows(state, initial_slots).float()
     o = v.new_empty(v.shape, dtype=torch.float32)
     for i in range(v.shape[1]):
         current, o[:, i] = _step(current, q[:, i], k[:, i], v[:, i].float(), g[:, i], beta[:, i])
-        write_rows(state, torch.where(valid, slots[:, i], -1), current)
+        scatter_rows(state, (torch.where(valid, slots[:, i], -1),), current)
     return _finish(o, valid, v.dtype, out)
 
 
@@ -151,21 +149,21 @@ def gdn_verify_replay(
         return x.float().transpose(1, 2)
 
     def replayed(buffer: Tensor) -> Tensor:
-        rows = read_rows(buffer, slots)
+        rows = gather_rows(buffer, slots)
         return torch.where(committed.reshape(*committed.shape, *(1 for _ in rows.shape[2:])), rows, 0)
 
     old_k, old_v, old_g, old_beta = (replayed(buffer) for buffer in (kept_k, kept_v, kept_g, kept_beta))
     _, old_k = _queries_and_keys(old_k, old_k, v.shape[-2], scale, normalise)
     old = prepare(*(by_head(x) for x in (old_k, old_k, old_v, old_g, old_beta)))
-    _, current = old.apply(read_rows(state, slots).float())
+    _, current = old.apply(gather_rows(state, slots).float())
     folded = kept + q_len > capacity
-    write_rows(state, torch.where(folded, slots, -1), current)
+    scatter_rows(state, (torch.where(folded, slots, -1),), current)
 
     first = torch.where(folded, 0, kept).unsqueeze(-1)
-    rows = slots.long().unsqueeze(-1) * capacity + first + torch.arange(q_len, device=v.device)
-    rows = torch.where(slots.unsqueeze(-1) >= 0, rows, -1).flatten()
+    rows = first + torch.arange(q_len, device=v.device)
+    places = slots.unsqueeze(-1).expand_as(rows).flatten(), rows.flatten()
     for buffer, new in ((kept_k, k), (kept_v, v), (kept_g, g), (kept_beta, beta)):
-        write_rows(buffer.flatten(0, 1), rows, new.flatten(0, 1))
+        scatter_rows(buffer, places, new.flatten(0, 1))
 
     q, k = _queries_and_keys(q, k, v.shape[-2], scale, normalise)
     o, _ = prepare(*(by_head(x) for x in (q, k, v, g, beta))).apply(current)

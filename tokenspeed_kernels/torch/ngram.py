@@ -1,10 +1,10 @@
 """n-gram embeddings in plain torch."""
 
 import torch
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import ngram
+from tokenspeed_registry import copy_into, kernel
 
 _LEAST_SCORE = 1e-6
 

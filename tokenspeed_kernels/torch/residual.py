@@ -1,11 +1,11 @@
 """Gated residual in plain torch."""
 
 import torch
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from tokenspeed_kernels import residual
+from tokenspeed_registry import copy_into, kernel
 
 
 @kernel(residual.residual_mix, backend="torch")

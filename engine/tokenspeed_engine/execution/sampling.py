@@ -1,0 +1,64 @@
+"""From logits to tokens: the plan's sampling parameters as tensors, seeded random numbers, log-probabilities."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenspeed_engine.control import Accepted, Failed, RowResult, Sample, TokenLogprobs
+from tokenspeed_kernels.sampling import logprobs, sample
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def sample_rows(logits: Tensor, samples: Sequence[Sample]) -> list[RowResult]:
+    """One result a row of `logits` (Float32 [R, vocab]). A row that is not finite fails alone."""
+    if not samples:
+        return []
+    device = logits.device
+    ids = sample(
+        logits,
+        torch.tensor([s.params.temperature for s in samples], dtype=torch.float32, device=device),
+        torch.tensor([s.params.top_k for s in samples], dtype=torch.int32, device=device).clamp(max=logits.shape[1]),
+        torch.tensor([s.params.top_p for s in samples], dtype=torch.float32, device=device),
+        torch.tensor([uniform(s.seed, s.index) for s in samples], dtype=torch.float32, device=device),
+    )
+    finite = logits.isfinite().all(dim=1)
+    # The one wait for the device in a step: what it sampled, and whether it could.
+    tokens, good = torch.stack([ids, finite.long()]).tolist()
+    wanting = [row for row, s in enumerate(samples) if s.params.logprobs is not None and good[row]]
+    details = _logprobs(logits, ids, samples, wanting)
+    return [
+        Accepted((token,), (details[row],) if row in details else ())
+        if good[row]
+        else Failed("the model's logits are not finite")
+        for row, token in enumerate(tokens)
+    ]
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on its arguments alone: splitmix64 of both, its upper 24 bits.
+
+    24 bits are what float32 holds exactly, so the number never rounds up to 1.
+    """
+    return (_splitmix64(_splitmix64(seed) ^ index) >> 40) / (1 << 24)
+
+
+def _logprobs(logits: Tensor, ids: Tensor, samples: Sequence[Sample], rows: list[int]) -> dict[int, TokenLogprobs]:
+    if not rows:
+        return {}
+    counts = [samples[row].params.logprobs or 0 for row in rows]
+    chosen, values, tokens = logprobs(logits[rows], ids[rows], top=max(1, min(max(counts), logits.shape[1])))
+    table = zip(rows, counts, ids[rows].tolist(), chosen.tolist(), values.tolist(), tokens.tolist(), strict=True)
+    return {
+        row: TokenLogprobs(token, logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
+        for row, count, token, logprob, top_values, top_ids in table
+    }
+
+
+def _splitmix64(value: int) -> int:
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

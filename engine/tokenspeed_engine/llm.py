@@ -1,0 +1,211 @@
+"""The engine in one object: `LLM(folder).generate(prompts)`."""
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tokenspeed_engine.checkpoint.load import load_weights
+from tokenspeed_engine.checkpoint.reader import Checkpoint
+from tokenspeed_engine.control import (
+    ControlConfig,
+    EngineCore,
+    FinishReason,
+    RequestOutput,
+    RequestRefusedError,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
+from tokenspeed_engine.execution.runner import ModelRunner
+from tokenspeed_engine.models.families import ModelDescription, read_model
+from tokenspeed_engine.tokenizer import Tokenizer, read_stop_token_ids
+
+EMBEDDED_MODEL = Path(__file__).parent / "demo" / "checkpoint"
+"""The small trained model that ships with the engine."""
+
+DEFAULT_CACHE_BYTES = 2 * 1024**3
+"""What pages and slots may take together where the caller says nothing."""
+
+logger = logging.getLogger(__name__)
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of an engine; None takes what follows from the model and from `cache_bytes`.
+
+    `dtype` is "float32" or "bfloat16"; the default is the checkpoint's on an accelerator and float32 on a CPU, which
+    is slow in bfloat16. `max_step_tokens` bounds one step, so a longer prompt runs in chunks.
+    """
+
+    dtype: str | None = None
+    device: str | None = None
+    page_size: int = 16
+    max_batch: int = 8
+    max_step_tokens: int = 512
+    max_context: int | None = None
+    num_pages: int | None = None
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished request. `logprobs` has an entry a token where they were asked for; `error` says why one failed."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...]
+    usage: Usage
+    error: str | None = None
+
+
+class LLM:
+    """A model folder, loaded and ready to generate; without one, the small model that ships with the engine.
+
+    Raises `CheckpointError` or `ConfigError` for a folder that cannot be served, each problem by name, and
+    `ValueError` for sizes that cannot work.
+    """
+
+    def __init__(self, model: str | Path | None = None, options: EngineOptions | None = None) -> None:
+        options = options or EngineOptions()
+        folder = EMBEDDED_MODEL if model is None else Path(model)
+        self.description = read_model(folder)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = _dtype(options.dtype, self.description, device)
+        control = _sizes(options, self.description, dtype)
+        with Checkpoint.open(folder) as checkpoint:
+            weights = load_weights(checkpoint, self.description.weight_plan(checkpoint.tensors), device, dtype)
+        caches = self.description.allocate_caches(
+            control.num_pages, control.page_size, control.num_slots, dtype, device
+        )
+        runner = ModelRunner(self.description, self.description.build(weights), caches, control.page_size, device)
+        self._core = EngineCore(
+            control,
+            runner,
+            vocab_size=self.description.config.vocab_size,
+            eos_token_ids=read_stop_token_ids(folder, self.description.config.eos_token_ids),
+            tokenizer=self.tokenizer,
+        )
+        self._numbers = itertools.count()
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Generation]:
+        """Finishes all prompts, batched together, and returns their generations in order.
+
+        `prompts`: text or token ids, one or several; `params`: one for all, or one a prompt. Raises
+        `RequestRefusedError`, before any runs, for one that can never be served (longer than the context, say).
+        """
+        several = _as_prompts(prompts)
+        each = [params or SamplingParams()] * len(several) if not isinstance(params, Sequence) else list(params)
+        parts: dict[str, list[RequestOutput]] = {}
+        for output in self._run(several, each):
+            parts.setdefault(output.request_id, []).append(output)
+        return [_join(outputs) for _, outputs in sorted(parts.items(), key=lambda item: int(item[0]))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """One prompt's outputs as they come; leaving the loop early aborts the request. Raises as `generate`."""
+        return self._run([prompt], [params or SamplingParams()])
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises `RequestRefusedError` for text where the folder has no tokenizer."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestRefusedError("prompt: this model folder has no tokenizer, so prompts are token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[RequestOutput]:
+        if len(prompts) != len(params):
+            raise ValueError(f"params: expected one for all or one a prompt ({len(prompts)}), got {len(params)}")
+        encoded = [self.encode(prompt) for prompt in prompts]
+        live = [str(next(self._numbers)) for _ in prompts]
+        self._inboxes |= {request: deque() for request in live}
+        try:
+            for request, ids, each in zip(live, encoded, params, strict=True):
+                self._core.add(request, ids, each)
+            unfinished = set(live)
+            while unfinished:
+                for output in self._receive(live):
+                    if output.finish_reason is not None:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            for request in live:
+                self._core.abort(request)
+                del self._inboxes[request]
+
+    def _receive(self, requests: Sequence[str]) -> list[RequestOutput]:
+        """What came for these requests; runs a step if nothing has. Steps serve all streams that are open."""
+        if not any(self._inboxes[request] for request in requests):
+            for output in self._core.step():
+                if output.request_id in self._inboxes:  # else its stream was left early
+                    self._inboxes[output.request_id].append(output)
+        received = [output for request in requests for output in self._inboxes[request]]
+        for request in requests:
+            self._inboxes[request].clear()
+        return received
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _join(outputs: list[RequestOutput]) -> Generation:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    return Generation(
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        text="".join(output.text for output in outputs),
+        finish_reason=last.finish_reason,
+        logprobs=tuple(entry for output in outputs for entry in output.logprobs),
+        usage=last.usage,
+        error=last.error,
+    )
+
+
+def _dtype(name: str | None, description: ModelDescription, device: torch.device) -> torch.dtype:
+    chosen = name or ("float32" if device.type == "cpu" else description.config.dtype or "bfloat16")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if chosen not in known:
+        raise ValueError(f"dtype: expected {' or '.join(known)}, got {chosen!r}")
+    return known[chosen]
+
+
+def _sizes(options: EngineOptions, description: ModelDescription, dtype: torch.dtype) -> ControlConfig:
+    """Pages for a full batch of whole contexts, or as many as fit into `cache_bytes`."""
+    context = options.max_context or description.config.max_position_embeddings
+    if context > description.config.max_position_embeddings:
+        limit = description.config.max_position_embeddings
+        raise ValueError(f"max_context: the model's context is {limit} tokens, got {context}")
+    page_bytes, slot_bytes = description.cache_bytes(options.page_size, dtype)
+    per_context = -(-context // options.page_size)
+    room = (options.cache_bytes - options.max_batch * slot_bytes) // page_bytes
+    pages = options.num_pages or min(options.max_batch * per_context, room)
+    if pages < per_context and options.num_pages is None:
+        raise ValueError(
+            f"cache_bytes: one context of {context} tokens takes {per_context} pages of {page_bytes} bytes, beside "
+            f"{options.max_batch} slots of {slot_bytes} bytes; {options.cache_bytes} bytes hold {max(room, 0)} pages"
+        )
+    logger.info("caches: %d pages of %d bytes, %d slots of %d bytes", pages, page_bytes, options.max_batch, slot_bytes)
+    return ControlConfig(
+        page_size=options.page_size,
+        num_pages=pages,
+        num_slots=options.max_batch,
+        max_batch=options.max_batch,
+        max_step_tokens=options.max_step_tokens,
+        max_context=context,
+        context_tokens=description.context_tokens,
+        seed=options.seed,
+    )

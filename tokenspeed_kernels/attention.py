@@ -1,0 +1,140 @@
+"""Dense attention with grouped query heads over a paged cache of keys and values.
+
+Sources: PagedAttention (arXiv:2309.06180) for the cache; GQA (arXiv:2305.13245) for the grouping of heads.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Float32, Int32, Int64
+from tokenspeed_registry import ContentError, Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LongestRun:
+    """No two neighbouring offsets are further apart than the integer argument `bound`."""
+
+    argument: str
+    bound: str
+
+    def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
+        longest = max((end - start for start, end in pairwise(values.tolist())), default=0)
+        if longest > dims[self.bound]:
+            expected = f"runs of at most {self.bound}={dims[self.bound]}"
+            raise ContentError(op, self.argument, expected, f"one of {longest}")
+
+
+@op(
+    family="attention",
+    cases="tokenspeed_kernels.cases.attention:kv_cache_write",
+    static=("page", "kv_heads", "dim"),
+    mutates=("k_cache", "v_cache"),
+    strided=("k", "v", "k_cache", "v_cache"),
+    same_dtype=(("k", "v", "k_cache", "v_cache"),),
+    checks=(Indices("slot_mapping", below="pages*page"),),
+    cost=lambda s: Cost(flops=0, nbytes=2 * s.nbytes("k", "v") + s.nbytes("slot_mapping")),
+    # A copy.
+    tolerance=lambda s, role: 0.0,
+)
+def kv_cache_write(
+    k: Float[Tensor, "tokens kv_heads dim"],
+    v: Float[Tensor, "tokens kv_heads dim"],
+    slot_mapping: Int64[Tensor, "tokens"],
+    k_cache: Float[Tensor, "pages page kv_heads dim"],
+    v_cache: Float[Tensor, "pages page kv_heads dim"],
+    *,
+    backend: str | None = None,
+) -> None:
+    """Stores the keys and values of new tokens in the caches, which are changed in place.
+
+    Token t goes to slot `slot_mapping[t]` = page id · page + offset in the page. Slots are distinct; a token of slot
+    -1 is not stored, and nothing else in the caches is touched. All tensors but the slots may be strided but for their
+    last dim. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a slot out of range where slots
+    are checked (short CPU tensors, or debug mode).
+
+    Source: PagedAttention, section 4.1.
+    """
+    page = k_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            k_cache[slot // page, slot % page] = k[token]
+            v_cache[slot // page, slot % page] = v[token]
+
+
+def _paged_attention_cost(s: Signature) -> Cost:
+    # Lengths lie on the device: every sequence counts as having all its pages full.
+    keys = s["max_pages"] * s["page"]
+    cache_row = s["kv_heads"] * s["dim"] * s.dtype("k_cache").itemsize
+    moved = s.nbytes("q", "page_table", "cu_seqlens_q", "seq_lens", "attended", "lse") + 2 * s["seqs"] * keys * cache_row
+    return Cost(flops=4 * s.numel("q") * keys, nbytes=moved)
+
+
+@op(
+    family="attention",
+    cases="tokenspeed_kernels.cases.attention:paged_attention",
+    outputs=("attended", "lse"),
+    output_dtypes={"attended": "q"},
+    static=("heads", "kv_heads", "dim", "page"),
+    strided=("q", "k_cache", "v_cache"),
+    same_dtype=(("q", "k_cache", "v_cache"),),
+    where=("heads % kv_heads == 0",),
+    checks=(
+        Indices("page_table", below="pages"),
+        Offsets("cu_seqlens_q", total="tokens"),
+        LongestRun("cu_seqlens_q", bound="max_q_len"),
+        Lengths("seq_lens", capacity=("max_pages", "page")),
+    ),
+    cost=_paged_attention_cost,
+    # A score is a sum of `dim` products, up to some units large, whose absolute error becomes a relative one of its
+    # weight. Kernels round the weights to the dtype of the values for the matrix units, and then the sum.
+    tolerance=lambda s, role: rounded_sum(s.dtype(role), terms=4 * s["dim"], roundings=2),
+)
+def paged_attention(
+    q: Float[Tensor, "tokens heads dim"],
+    k_cache: Float[Tensor, "pages page kv_heads dim"],
+    v_cache: Float[Tensor, "pages page kv_heads dim"],
+    page_table: Int32[Tensor, "seqs max_pages"],
+    cu_seqlens_q: Int32[Tensor, "seqs+1"],
+    seq_lens: Int32[Tensor, "seqs"],
+    *,
+    scale: float,
+    max_q_len: int,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "tokens heads dim"], Float32[Tensor, "tokens heads"]]:
+    """Causal softmax attention of each sequence's last tokens over all its cached tokens.
+
+    Sequence s has the packed queries `cu_seqlens_q[s]` up to `cu_seqlens_q[s+1]` and `seq_lens[s]` cached tokens,
+    counting those of the queries, which are written before. Query i of n sees the first seq_len − n + i + 1 of them.
+    Token p lies on page `page_table[s, p // page]` at offset p % page; entries past a sequence's end are -1 and not
+    read, and slots past its end may hold anything, NaN included. Head h uses key/value head h // (heads // kv_heads);
+    scores are `scale` · q·k. `max_q_len`: at least the longest run of queries, for planning the launch. Queries and
+    caches may be strided but for their last dim.
+
+    Returns the normalised outputs, in the dtype of `q`, and the natural log of the sums of exponentials of the scores.
+    A query that sees nothing gives zeros and −inf. Raises `ArgumentError` for arguments that do not fit, `ContentError`
+    for bad pages, offsets or lengths where those are checked (short CPU tensors, or debug mode).
+
+    Source: PagedAttention, section 4.1; FlashAttention-2 (arXiv:2307.08691) for the log-sum-exp.
+    """
+    heads, page = q.shape[1], k_cache.shape[1]
+    group = heads // k_cache.shape[2]
+    attended = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    for sequence, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        length = int(seq_lens[sequence])
+        for token in range(start, end):
+            visible = length - end + token + 1
+            if visible <= 0:
+                continue
+            places = [(int(page_table[sequence, p // page]), p % page) for p in range(visible)]
+            keys = torch.stack([k_cache[place] for place in places]).double()
+            values = torch.stack([v_cache[place] for place in places]).double()
+            for head in range(heads):
+                scores = scale * keys[:, head // group] @ q[token, head].double()
+                lse[token, head] = scores.logsumexp(dim=0)
+                attended[token, head] = scores.softmax(dim=0) @ values[:, head // group]
+    return attended, lse

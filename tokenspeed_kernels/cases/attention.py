@@ -1,0 +1,137 @@
+"""Inputs for dense attention over a paged cache."""
+
+from typing import Any
+
+import torch
+from tokenspeed_registry.cases import CaseSet, Make, Params
+from torch import Tensor
+
+from tokenspeed_kernels.cases.paging import cu_seqlens, distinct_slots, page_table, paged_cache, strided
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _joint(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Both caches as views into one that has keys and values of a page side by side."""
+    both = torch.stack((k, v), dim=1)
+    return both[:, 0], both[:, 1]
+
+
+def _kv_cache_write(p: Params, make: Make) -> dict[str, Any]:
+    row = p["kv_heads"], p["dim"]
+    k, v = (make.normal(p["tokens"], *row, dtype=p["dtype"]) for _ in "kv")
+    caches = [make.normal(p["pages"], p["page"], *row, dtype=p["dtype"]) for _ in "kv"]
+    k_cache, v_cache = _joint(*caches) if p["strided"] else caches
+    padding = {"none": 0, "some": (p["tokens"] + 1) // 2, "all": p["tokens"]}[p["padding"]]
+    capacity = p["pages"] * p["page"]
+    return {
+        "k": strided(k) if p["strided"] else k,
+        "v": strided(v) if p["strided"] else v,
+        "slot_mapping": distinct_slots(make, p["tokens"], capacity, padding=padding, dtype=torch.int64),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+
+
+kv_cache_write = CaseSet(
+    axes={
+        "tokens": [5, 0, 1, 20],
+        "pages": [6, 24],
+        "page": [4, 1, 16],
+        "kv_heads": [2, 1],
+        "dim": [16, 1, 256],
+        "dtype": FLOATS,
+        "padding": ["none", "some", "all"],
+        "strided": [False, True],
+    },
+    build=lambda p, make: _kv_cache_write(p | {"pages": max(p["pages"], -(-p["tokens"] // p["page"]))}, make),
+    models={
+        "qwen4_exp prefill": {
+            "tokens": 8192,
+            "pages": 1024,
+            "page": 64,
+            "dim": 256,
+            "dtype": torch.bfloat16,
+            "strided": True,
+        }
+    },
+)
+
+
+def _paged_attention(p: Params, make: Make) -> dict[str, Any]:
+    new = p["new"]
+    lengths = [before + count for before, count in zip(make.lengths(len(new), low=0, high=p["before"]), new)]
+    if p["short"] and lengths:
+        # A padding sequence has no tokens cached, and one may hold fewer than it asks for.
+        lengths[0], lengths[-1] = 0, new[-1] // 2
+    heads, kv_heads = p["heads"]
+    table, pages = page_table(make, lengths, p["page"])
+    caches = [
+        paged_cache(make, table, lengths, pages, p["page"], kv_heads, p["dim"], dtype=p["dtype"]) for _ in "kv"
+    ]
+    if p["outlier"]:
+        for entries, length, count in zip(table.tolist(), lengths, new):
+            for position in range(max(length - count + 1, 0), length):
+                caches[1][entries[position // p["page"]], position % p["page"]] *= 1000.0
+    q = make.normal(sum(new), heads, p["dim"], dtype=p["dtype"])
+    k_cache, v_cache = _joint(*caches) if p["strided"] else caches
+    return {
+        "q": strided(q) if p["strided"] else q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": table,
+        "cu_seqlens_q": cu_seqlens(new),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "scale": p["dim"] ** -0.5,
+        "max_q_len": max(new, default=0) + p["slack"],
+    }
+
+
+paged_attention = CaseSet(
+    axes={
+        "new": [(1, 3, 0, 2), (1,), (), (0, 0), (1, 1, 1, 1, 1), (4, 4), (17, 1, 2)],
+        "before": [20, 0, 130],
+        "heads": [(4, 2), (1, 1), (3, 3), (8, 1), (24, 2)],
+        "dim": [16, 5, 64],
+        "page": [4, 1, 16, 64],
+        "dtype": FLOATS,
+        "short": [False, True],
+        # Values of the tokens that some query of the call must not see are a thousand times the others.
+        "outlier": [False, True],
+        "slack": [0, 3],
+        "strided": [False, True],
+    },
+    build=_paged_attention,
+    edges=[
+        {"new": (4, 4, 4), "outlier": True, "before": 0},
+        {"new": (2, 8, 1), "outlier": True, "page": 1, "strided": True},
+        {"new": (1, 1, 1), "short": True, "dtype": torch.bfloat16},
+        {"new": (130,), "before": 3, "heads": (2, 1)},
+    ],
+    models={
+        "qwen4_exp decode": {
+            "new": (1,) * 32,
+            "before": 4096,
+            "heads": (24, 2),
+            "dim": 256,
+            "page": 64,
+            "dtype": torch.bfloat16,
+        },
+        "qwen4_exp verify": {
+            "new": (4,) * 16,
+            "before": 4096,
+            "heads": (24, 2),
+            "dim": 256,
+            "page": 64,
+            "dtype": torch.bfloat16,
+        },
+        "qwen4_exp prefill": {
+            "new": (4096,),
+            "before": 4096,
+            "heads": (24, 2),
+            "dim": 256,
+            "page": 64,
+            "dtype": torch.bfloat16,
+        },
+    },
+)

@@ -1,0 +1,135 @@
+"""Inputs for the causal convolution."""
+
+from typing import Any
+
+import torch
+from tokenspeed_registry.cases import CaseSet, Make, Params
+from torch import Tensor
+
+from tokenspeed_kernels.cases.paging import cu_seqlens, strided
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+SPARE_SLOTS = 2
+"""Slots of each pool that the call does not use; they hold NaN, which no result may show."""
+
+
+def choose_slots(make: Make, count: int, padding: str) -> Tensor:
+    """`count` distinct slots in random order, of which some become −1: none, middle, ends or all."""
+    slots = make.permutation(count + SPARE_SLOTS)[:count]
+    if padding == "all":
+        slots[:] = -1
+    elif padding == "middle":
+        slots[count // 2 : count // 2 + 1] = -1
+    elif padding == "ends":
+        slots[:1] = -1
+        slots[-1:] = -1
+    return slots
+
+
+def _common(p: Params, make: Make, count: int) -> dict[str, Any]:
+    history = (p["width"] - 1) * p["dilation"] + p["extra"]
+    slots = choose_slots(make, count, p["padding"])
+    state = torch.full((count + SPARE_SLOTS, history, p["channels"]), torch.nan, dtype=p["dtype"])
+    used = slots[slots >= 0].long()
+    state[used] = make.normal(used.numel(), history, p["channels"], dtype=p["dtype"])
+    return {
+        "weight": make.normal(p["channels"], p["width"], dtype=p["dtype"]),
+        "state": state,
+        "slots": slots,
+        "dilation": p["dilation"],
+        "activation": p["activation"],
+    }
+
+
+def _causal_conv_prefill(p: Params, make: Make) -> dict[str, Any]:
+    lengths = p["lengths"]
+    arguments = _common(p, make, len(lengths))
+    x = make.normal(sum(lengths), p["channels"], dtype=p["dtype"])
+    fresh = {
+        "mixed": torch.arange(len(lengths)) % 2 == 0,
+        "all": torch.ones(len(lengths), dtype=torch.bool),
+        "none": torch.zeros(len(lengths), dtype=torch.bool),
+    }[p["fresh"]]
+    offsets = cu_seqlens(lengths)
+    for i, slot in enumerate(arguments["slots"].tolist()):
+        if slot < 0:
+            x[offsets[i] : offsets[i + 1]] = torch.nan
+        elif fresh[i]:
+            arguments["state"][slot] = torch.nan
+    return arguments | {"x": strided(x) if p["strided"] else x, "cu_seqlens": offsets, "fresh": fresh}
+
+
+def _causal_conv_update(p: Params, make: Make) -> dict[str, Any]:
+    batch, q_len = p["batch"], p["q_len"]
+    verify = p["accepted"] != "none"
+    arguments = _common(p | {"extra": p["extra"] + q_len * verify}, make, batch)
+    x = make.normal(batch, q_len, p["channels"], dtype=p["dtype"])
+    x[arguments["slots"] < 0] = torch.nan
+    if verify:
+        counts = {
+            "random": make.integers(batch, low=0, high=q_len + 1),
+            "zero": torch.zeros(batch, dtype=torch.int32),
+            "one": torch.full((batch,), 1, dtype=torch.int32),
+            "full": torch.full((batch,), q_len, dtype=torch.int32),
+        }
+        arguments["accepted"] = counts[p["accepted"]]
+    return arguments | {"x": strided(x) if p["strided"] else x}
+
+
+_AXES: dict[str, list[Any]] = {
+    "channels": [64, 1, 5, 200],
+    "width": [4, 1, 2, 3],
+    "dilation": [1, 3, 2],
+    "extra": [0, 1, 4],
+    "dtype": FLOATS,
+    "activation": ["silu", "none"],
+    "padding": ["none", "middle", "ends", "all"],
+    "strided": [False, True],
+}
+
+causal_conv_prefill = CaseSet(
+    axes={
+        "lengths": [(5, 3), (), (0,), (1,), (2, 1, 0, 3), (0, 0, 4), (17, 1, 30), (65,)],
+        "fresh": ["mixed", "all", "none"],
+        **_AXES,
+    },
+    build=_causal_conv_prefill,
+    edges=[
+        {"lengths": (1, 2, 3, 4, 9, 10, 11), "dilation": 3, "fresh": fresh, "dtype": dtype, "padding": "middle"}
+        for fresh in ("mixed", "none")
+        for dtype in FLOATS
+    ],
+    models={
+        "qwen4_exp GDN prefill": {"lengths": (8192,), "channels": 10240, "dtype": torch.bfloat16},
+        "qwen4_exp n-gram prefill": {"lengths": (8192,), "channels": 10240, "dilation": 3, "dtype": torch.bfloat16},
+    },
+)
+
+causal_conv_update = CaseSet(
+    axes={"batch": [3, 0, 1, 6], "q_len": [1, 2, 4, 8, 11], "accepted": ["none", "random", "zero", "one", "full"]}
+    | _AXES,
+    build=_causal_conv_update,
+    edges=[
+        {"q_len": 4, "accepted": accepted, "dilation": dilation, "dtype": dtype, "padding": "middle", "extra": 1}
+        for accepted in ("none", "random", "zero")
+        for dilation, dtype in ((1, torch.float32), (3, torch.bfloat16))
+    ],
+    models={
+        "qwen4_exp GDN decode": {"batch": 32, "channels": 10240, "dtype": torch.bfloat16},
+        "qwen4_exp GDN verify": {
+            "batch": 32,
+            "q_len": 4,
+            "accepted": "random",
+            "channels": 10240,
+            "dtype": torch.bfloat16,
+        },
+        "qwen4_exp n-gram verify": {
+            "batch": 32,
+            "q_len": 4,
+            "accepted": "random",
+            "channels": 10240,
+            "dilation": 3,
+            "dtype": torch.bfloat16,
+        },
+    },
+)

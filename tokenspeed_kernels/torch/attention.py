@@ -1,0 +1,66 @@
+"""Dense attention over a paged cache in plain torch: padded batches, in blocks that bound the memory of the scores."""
+
+import torch
+from tokenspeed_registry import copy_into, kernel
+from torch import Tensor
+
+from tokenspeed_kernels import attention
+from tokenspeed_kernels.torch.paged import (
+    gather_pages,
+    gather_rows,
+    pad_sequences,
+    reachable_pages,
+    scatter_slots,
+    token_sequences,
+)
+from tokenspeed_kernels.torch.softmax import softmax_attention
+
+QUERY_BLOCK = 128
+"""Queries of a sequence whose scores are held at once."""
+
+
+@kernel(attention.kv_cache_write, backend="torch")
+def kv_cache_write(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    scatter_slots(k_cache, slot_mapping, k)
+    scatter_slots(v_cache, slot_mapping, v)
+
+
+@kernel(attention.paged_attention, backend="torch")
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    max_q_len: int,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    kv_heads = k_cache.shape[2]
+    group = q.shape[1] // kv_heads
+    table = reachable_pages(page_table, seq_lens, k_cache.shape[1])
+    # [seqs, kv_heads, keys, dim]
+    keys = gather_pages(k_cache, table, seq_lens).transpose(1, 2).float()
+    values = gather_pages(v_cache, table, seq_lens).transpose(1, 2).float()
+    tokens = pad_sequences(cu_seqlens_q, max_q_len)
+    first = seq_lens.long() - cu_seqlens_q.long().diff() + 1
+    visible = first[:, None] + torch.arange(max_q_len, device=q.device)
+    blocks = []
+    for rows, seen in zip(tokens.split(QUERY_BLOCK, dim=1), visible.split(QUERY_BLOCK, dim=1), strict=True):
+        # The heads of a group share their keys, so they are rows of one product: [seqs, kv_heads, rows*group, dim].
+        queries = gather_rows(q, rows).float().reshape(*rows.shape, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+        block, block_lse = softmax_attention(queries, keys, values, seen[:, None].repeat_interleave(group, -1), scale)
+        # Back to [seqs, rows, heads, ...].
+        shape = rows.shape[0], kv_heads, rows.shape[1], group
+        blocks.append(
+            (
+                block.reshape(*shape, -1).transpose(1, 2).flatten(2, 3),
+                block_lse.reshape(shape).transpose(1, 2).flatten(2, 3),
+            )
+        )
+    places = token_sequences(cu_seqlens_q, q.shape[0])
+    attended, lse = (torch.cat(parts, dim=1)[places] for parts in zip(*blocks, strict=True))
+    result = attended.to(q.dtype), lse
+    return result if out is None else copy_into(out, result)
