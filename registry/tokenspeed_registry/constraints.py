@@ -34,7 +34,7 @@ class Constraint:
         """What the call has. Raises `UnknownDimError` where the signature does not say."""
         match self.kind:
             case "dim":
-                return signature[self.name]
+                return signature.dims.get(self.name) if signature.shapes else signature[self.name]
             case "dtype":
                 return signature.dtypes.get(self.name) if signature.shapes else signature.dtype(self.name)
             case "flag":
@@ -45,12 +45,15 @@ class Constraint:
                 return signature.given(self.name)
 
     def holds(self, signature: Signature) -> bool | None:
-        """Whether the call meets the limit; None where the signature does not say. An absent tensor has no dtype."""
+        """Whether the call meets the limit; None where the signature does not say.
+
+        What is absent from a call, an optional tensor's dtype or a dim that only it has, is within every limit.
+        """
         try:
             value = self.value(signature)
         except UnknownDimError:
             return None
-        return (self.kind == "dtype" and value is None) or _RELATIONS[self.relation](value, self.bound)
+        return (self.kind in ("dim", "dtype") and value is None) or _RELATIONS[self.relation](value, self.bound)
 
     def needs(self) -> str:
         """The limit in words, for example `q_len <= 8`."""

@@ -90,8 +90,8 @@ class Contract:
 
     @property
     def flags(self) -> tuple[ScalarParameter, ...]:
-        """Scalars that are part of the dispatch key: everything but numbers, which may change from call to call."""
-        return tuple(scalar for scalar in self.scalars if scalar.type not in (int, float))
+        """Scalars that are part of the dispatch key: all but free numbers, which may change from call to call."""
+        return tuple(scalar for scalar in self.scalars if scalar.choices or scalar.type not in (int, float))
 
 
 class Op(Protocol[P, R_co]):

@@ -32,8 +32,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tokenspeed_registry.content import SHORT
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.parameters import ScalarParameter, TensorParameter, is_name, offset_of
@@ -146,21 +144,22 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
     Required tensors come first, so that an optional one is bound to what is surely there; a dim that only optional
     tensors have is None where all of them are absent.
     """
-    bound = {scalar.name for scalar in contract.scalars if scalar.type is int}
-    statements = [f"{_local(name)} = {name}" for name in sorted(bound)]
+    numbers = [scalar for scalar in contract.scalars if scalar.type is int]
+    bound = {scalar.name for scalar in numbers if not scalar.optional}
+    statements = [f"{_local(scalar.name)} = {scalar.name}" for scalar in numbers]
     checks: list[str] = []
     numbered = sorted(enumerate(contract.tensors), key=lambda item: item[1].optional)
     for index, tensor in numbered:
         if tensor.optional:
             continue
-        binding, conditions = _shape(contract, index, tensor, bound, set())
+        binding, conditions = _shape(contract, index, tensor, bound, {scalar.name for scalar in numbers})
         statements += binding
         checks += conditions + _layout_and_device(contract, tensor)
         if index == 0:
             statements += [f"_device = {tensor.name}.device", f"_on_cpu = {tensor.name}.is_cpu"]
             statements.append(f"_index = -1 if _on_cpu else {tensor.name}.get_device()")
     uncertain = _uncertain(contract)
-    statements += [f"{_local(dim)} = None" for dim in uncertain if dim not in bound]
+    statements += [f"{_local(dim)} = None" for dim in uncertain if dim not in {scalar.name for scalar in numbers}]
     for index, tensor in numbered:
         if not tensor.optional:
             continue
@@ -191,7 +190,7 @@ def _shape(
 ) -> tuple[list[str], list[str]]:
     """Binds the dims that this tensor is the first to have, and compares the others.
 
-    A required tensor adds its dims to `bound`; an optional one binds those of `uncertain` that are still None.
+    Dims join `bound`, but for those of `uncertain`, which are bound where they are still None.
     """
     if all(set(_IDENTIFIER.findall(expr)) <= bound for expr in tensor.dims):
         sizes = "".join(f"{_expression(expr, contract)}, " for expr in tensor.dims)
@@ -241,8 +240,6 @@ def _scalar_check(contract: Contract, scalar: ScalarParameter) -> str:
     condition = f"type({name}) is {kind}"
     if scalar.type is float:
         condition += f" or type({name}) is int"
-    if scalar.type is torch.dtype:
-        condition = f"isinstance({name}, {kind})"
     return f"({name} is None or {condition})" if scalar.optional else f"({condition})"
 
 

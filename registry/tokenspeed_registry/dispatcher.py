@@ -156,9 +156,10 @@ def _guard(contract: Contract, kernels: tuple[Kernel, ...]) -> Guard | None:
         return None
     ordered = sorted(limits, key=lambda limit: (limit.name, limit.relation, str(limit.bound)))
 
-    def guard(*values: int) -> Hashable:
-        signature = Signature(dict(zip(order, values, strict=True)))
+    def guard(*values: int | None) -> Hashable:
+        present = {dim: value for dim, value in zip(order, values, strict=True) if value is not None}
+        signature = Signature(present)
         answers = tuple(limit.holds(signature) for limit in ordered)
-        return (answers, tuple(value.bit_length() for value in values)) if by_time else answers
+        return (answers, tuple(value.bit_length() for value in present.values())) if by_time else answers
 
     return guard

@@ -4,6 +4,7 @@ It runs only after the fast checks refused a call, to name the argument, and to 
 they accepted when its kernel is selected for the first time.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,6 +22,7 @@ from tokenspeed_registry.parameters import Output, ScalarParameter, TensorParame
 from tokenspeed_registry.signature import Flag, Signature, evaluate
 
 Arguments = Mapping[str, object]
+_IDENTIFIER = re.compile(r"[a-z_]\w*")
 
 
 def signature_of(contract: Contract, arguments: Arguments) -> Signature:
@@ -36,7 +38,7 @@ def signature_of(contract: Contract, arguments: Arguments) -> Signature:
     for group in contract.same_dtype:
         _check_group(contract, group, present)
     for relation in contract.where:
-        if not _relation(relation, dims, arguments):
+        if not _relation(contract, relation, dims, arguments):
             values = ", ".join(f"{name}={value}" for name, value in dims.items() if name in relation)
             raise ShapeError(contract.name, contract.tensors[0].name, f"dims with {relation}", values)
     dtypes = {name: tensor.dtype for name, tensor in present.items()}
@@ -147,5 +149,12 @@ def _check_group(contract: Contract, group: tuple[str, ...], present: Mapping[st
             raise DtypeError(contract.name, name, expected, str(present[name].dtype).removeprefix("torch."))
 
 
-def _relation(relation: str, dims: Mapping[str, int], arguments: Arguments) -> bool:
-    return bool(eval(relation, {"__builtins__": {}}, {**arguments, **dims}))
+def _relation(contract: Contract, relation: str, dims: Mapping[str, int], arguments: Arguments) -> bool:
+    """Whether the relation holds; one that mentions a dim of an absent argument says nothing."""
+    known = {**arguments, **dims}
+    if any(known.get(dim) is None for dim in contract.dims if dim in _IDENTIFIER.findall(relation)):
+        return True
+    try:
+        return bool(eval(relation, {"__builtins__": {}}, known))
+    except ZeroDivisionError:
+        return False

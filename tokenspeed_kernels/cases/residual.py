@@ -12,7 +12,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 _AXES: Params = {
     "tokens": [3, 0, 1, 17],
     "streams": [4, 1, 2],
-    "hidden": [32, 1, 40],
+    "hidden": [32, 9, 40],
     "dtype": FLOATS,
     # At 1e-3 the epsilon decides the norm.
     "magnitude": [1.0, 1e-3, 300.0],

@@ -47,20 +47,24 @@ def paged_attention(
     tokens = pad_sequences(cu_seqlens_q, max_q_len)
     first = seq_lens.long() - cu_seqlens_q.long().diff() + 1
     visible = first[:, None] + torch.arange(max_q_len, device=q.device)
-    blocks = []
+    outs, lses = [], []
     for rows, seen in zip(tokens.split(QUERY_BLOCK, dim=1), visible.split(QUERY_BLOCK, dim=1), strict=True):
-        # The heads of a group share their keys, so they are rows of one product: [seqs, kv_heads, rows*group, dim].
-        queries = gather_rows(q, rows).float().reshape(*rows.shape, kv_heads, group, -1).transpose(1, 2).flatten(2, 3)
+        queries = _fold(gather_rows(q, rows).float(), kv_heads)
         block, block_lse = softmax_attention(queries, keys, values, seen[:, None].repeat_interleave(group, -1), scale)
-        # Back to [seqs, rows, heads, ...].
-        shape = rows.shape[0], kv_heads, rows.shape[1], group
-        blocks.append(
-            (
-                block.reshape(*shape, -1).transpose(1, 2).flatten(2, 3),
-                block_lse.reshape(shape).transpose(1, 2).flatten(2, 3),
-            )
-        )
+        outs.append(_unfold(block, group))
+        lses.append(_unfold(block_lse.unsqueeze(-1), group).squeeze(-1))
     places = token_sequences(cu_seqlens_q, q.shape[0])
-    attended, lse = (torch.cat(parts, dim=1)[places] for parts in zip(*blocks, strict=True))
-    result = attended.to(q.dtype), lse
+    result = torch.cat(outs, dim=1)[places].to(q.dtype), torch.cat(lses, dim=1)[places]
     return result if out is None else copy_into(out, result)
+
+
+def _fold(x: Tensor, kv_heads: int) -> Tensor:
+    """[seqs, rows, heads, dim] to [seqs, kv_heads, rows*group, dim]: the heads of a group share one product."""
+    seqs, rows, heads, dim = x.shape
+    return x.reshape(seqs, rows, kv_heads, heads // kv_heads, dim).transpose(1, 2).flatten(2, 3)
+
+
+def _unfold(x: Tensor, group: int) -> Tensor:
+    """[seqs, kv_heads, rows*group, dim] back to [seqs, rows, heads, dim]."""
+    seqs, kv_heads, rows, dim = x.shape
+    return x.reshape(seqs, kv_heads, rows // group, group, dim).transpose(1, 2).flatten(2, 3)
