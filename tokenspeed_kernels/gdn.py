@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 from tokenspeed_registry import Cost, Indices, Offsets, Signature, op, rounded_sum, unit_roundoff
 from torch import Tensor
 
-from tokenspeed_kernels.gdn_rule import HEADS, flops, recurrent_tolerance, state_bytes, step
+from tokenspeed_kernels.gdn_rule import HEADS, flops, recurrent_tolerance, state_bytes, step, terms
 
 
 def _chunked_tolerance(s: Signature, role: str) -> float:
@@ -28,7 +28,7 @@ def _chunked_tolerance(s: Signature, role: str) -> float:
     So δ, the decayed keys and the state between chunks are each rounded to it on the way to output and state.
     """
     coarser = max(s.dtype("q"), s.dtype(role), key=unit_roundoff)
-    return rounded_sum(coarser, terms=2 * s["d_k"] + 4 * s["tokens"], roundings=3)
+    return rounded_sum(coarser, terms=terms(s, s["tokens"]), roundings=3)
 
 
 @op(

@@ -17,12 +17,19 @@ def state_bytes(s: Signature, states: int) -> int:
     return states * s["v_heads"] * s["d_v"] * s["d_k"] * s.dtype("state").itemsize
 
 
-def recurrent_tolerance(s: Signature, role: str, steps: int) -> float:
+def terms(s: Signature, steps: int) -> int:
     """Norm and product sum over d_k; a state element collects some four roundings at each of `steps` tokens.
 
-    The rule contracts (β ≤ 1, normalised keys), so that none of these grows on its way.
+    The rule contracts (β ≤ 1, normalised keys), so that none of these grows on its way. The factor 4 stands for a
+    doubled error: a state is made of outer products, whose largest element exceeds the typical one by that of two
+    vectors.
     """
-    return rounded_sum(s.dtype(role), terms=2 * s["d_k"] + 4 * steps)
+    return 4 * (2 * s["d_k"] + 4 * steps)
+
+
+def recurrent_tolerance(s: Signature, role: str, steps: int) -> float:
+    """See `terms`."""
+    return rounded_sum(s.dtype(role), terms=terms(s, steps))
 
 
 def step(

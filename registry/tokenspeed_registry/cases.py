@@ -13,7 +13,7 @@ conformance and benches import.
 import importlib
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -126,8 +126,8 @@ def case_set(contract: Contract) -> CaseSet:
     return found
 
 
-def edge_cases(cases: CaseSet, bounds: Mapping[str, int]) -> Iterator[Case]:
+def edge_cases(cases: CaseSet, bounds: Iterable[tuple[str, int]]) -> Iterator[Case]:
     """The defaults with one axis at a kernel's declared bound, for each bound on an axis."""
-    for axis, bound in bounds.items():
+    for axis, bound in bounds:
         if axis in cases.axes:
             yield cases.case({axis: bound})

@@ -5,6 +5,7 @@ all of them; must leave inputs alone that the contract does not say it mutates; 
 row bit-identical that the reference leaves so. Numbers are judged by the contract's tolerance (see `tolerance`).
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ class Outcome:
     @property
     def severity(self) -> float:
         """Comparable across dtypes: the error as a multiple of the tolerance."""
-        if self.fault:
+        if self.fault or math.isnan(self.error):
             return float("inf")
         return self.error / self.tolerance if self.tolerance else (0.0 if self.error == 0 else float("inf"))
 
@@ -75,8 +76,9 @@ def check_kernel(
     source = case_set(contract)
     report = Report(contract.name, kernel.name, kernel.backend)
     if cases is None:
-        bounds = {limit.name: limit.bound[-1] for limit in kernel.constraints if limit.kind == "dim"}
-        cases = [*source.cases(), *edge_cases(source, {n: b for n, b in bounds.items() if isinstance(b, int)})]
+        limits = [limit for limit in kernel.constraints if limit.kind == "dim"]
+        bounds = [(limit.name, bound) for limit in limits for bound in limit.bound if isinstance(bound, int)]
+        cases = [*source.cases(), *edge_cases(source, bounds)]
     for case in cases:
         arguments = source.arguments(contract, case)
         accepted, _ = kernel.refusals(platform_of(device), signature_of(contract, arguments))
@@ -128,7 +130,8 @@ def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
         return 0.0 if torch.equal(got.to(wanted.dtype), wanted) else float("inf")
     mine, theirs = got.double(), wanted.double()
     finite = theirs.isfinite()
-    if not torch.equal(mine[~finite].nan_to_num(), theirs[~finite].nan_to_num()) or not mine[finite].isfinite().all():
+    alike = torch.equal(mine[~finite].nan_to_num(), theirs[~finite].nan_to_num())
+    if not alike or not torch.equal(mine.isnan(), theirs.isnan()) or not mine[finite].isfinite().all():
         return float("inf")
     if not finite.any():
         return 0.0
@@ -174,7 +177,8 @@ def _untouched(name: str, got: torch.Tensor, before: torch.Tensor, wanted: torch
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True
+    # Flat, since a tensor without dims has no bytes to be viewed as.
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)) if a.numel() else True
 
 
 def _copy(arguments: Arguments, device: torch.device | None = None, host: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -9,9 +9,12 @@
 attributes `contract`, `reference` and `bind`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, Required, TypedDict, TypeVar, Unpack
+
+import torch
 
 from tokenspeed_registry.content import ContentCheck
 from tokenspeed_registry.cost import Cost
@@ -21,6 +24,8 @@ from tokenspeed_registry.parameters import (
     Parameter,
     ScalarParameter,
     TensorParameter,
+    is_name,
+    offset_of,
     read_outputs,
     read_parameters,
 )
@@ -29,6 +34,7 @@ from tokenspeed_registry.signature import Signature
 CONTRACT_VERSION = 1
 """Grows when kernels written against older contracts would no longer be called rightly."""
 
+_EXPRESSION = re.compile(r"\w+((\+|-|\*|//)\w+)*")
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -78,8 +84,31 @@ class Contract:
             raise RegistrationError(f"{self.name}: no dim {sorted(set(self.static) - self.dims)}")
         if not tensors or tensors[0].optional or tensors[0].name in self.host:
             raise RegistrationError(f"{self.name}: the first tensor says which device runs, so it must be required")
+        self._check_dims()
         if not (self.reference.__doc__ or "").strip():
             raise RegistrationError(f"{self.name}: has no docstring")
+
+    def _check_dims(self) -> None:
+        """Every dim that an expression mentions must be one that a shape or an integer scalar binds."""
+        bound = {scalar.name for scalar in self.scalars if scalar.type is int}
+        for tensor in self.tensors:
+            offsets = (offset_of(expr) for expr in tensor.dims)
+            bound |= {expr for expr in tensor.dims if is_name(expr)} | {offset[0] for offset in offsets if offset}
+        roles: tuple[TensorParameter | Output, ...] = (*self.tensors, *self.outputs)
+        for role in roles:
+            malformed = [expr for expr in role.dims if not _EXPRESSION.fullmatch(expr)]
+            if malformed:
+                raise RegistrationError(f"{self.name}: {role.name} has dims that are no expressions: {malformed}")
+            if unbound := {name for expr in role.dims for name in _names(expr)} - bound:
+                raise RegistrationError(f"{self.name}: no shape binds {sorted(unbound)} of {role.name}")
+        known = {*bound, *(parameter.name for parameter in self.parameters)}
+        for relation in self.where:
+            if unknown := set(compile(relation, relation, "eval").co_names) - known:
+                raise RegistrationError(f"{self.name}: {relation!r} mentions {sorted(unknown)}, no dims or arguments")
+        sources = {*(tensor.name for tensor in self.tensors), *(s.name for s in self.scalars if s.type is torch.dtype)}
+        for output in self.outputs:
+            if isinstance(output.dtype, str) and output.dtype not in sources:
+                raise RegistrationError(f"{self.name}: {output.name} takes its dtype from {output.dtype!r}, unknown")
 
     @property
     def dims(self) -> frozenset[str]:

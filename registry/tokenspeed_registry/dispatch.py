@@ -108,7 +108,7 @@ def _parameter_list(contract: Contract) -> str:
             keyword = True
         default = ""
         if isinstance(parameter, TensorParameter):
-            default = "=None" if parameter.optional and parameter.keyword else ""
+            default = "=None" if parameter.omissible else ""
         elif parameter.default is not inspect.Parameter.empty:
             default = f"=_D{scalar_index[parameter.name]}"
         parts.append(parameter.name + default)

@@ -89,7 +89,7 @@ class Dispatcher:
         device = args[self._first].device
         scope = current_scope.get()
         platform = (scope and scope.platform) or platform_of(device)
-        refused: dict[str, str] = {}
+        refused = dict(self._registry.unusable)
         while True:
             found = candidates(self.kernels, platform, signature, self._registry.evidence, refused)
             chosen = choose(self.contract.name, found, choice)

@@ -129,6 +129,6 @@ def compiler_version(kernel: Kernel) -> str:
     if kernel.compiler is None:
         return ""
     try:
-        return f"{kernel.compiler} {'.'.join(version(packages[kernel.compiler]).split('.')[:2])}"
+        return f"{kernel.compiler} {'.'.join(version(packages.get(kernel.compiler, kernel.compiler)).split('.')[:2])}"
     except PackageNotFoundError:
         return f"{kernel.compiler} absent"

@@ -50,12 +50,13 @@ def _argument(contract: Contract, parameter: Parameter) -> str:
         alias = (
             f"({chr(ord('a') + contract.mutates.index(parameter.name))}!)" if parameter.name in contract.mutates else ""
         )
-        default = "=None" if parameter.optional and parameter.keyword else ""
+        default = "=None" if parameter.omissible else ""
         return f"Tensor{alias}{'?' if parameter.optional else ''} {parameter.name}{default}"
     kind = _TYPES[parameter.type] + ("?" if parameter.optional else "")
     default = ""
     if parameter.default is not inspect.Parameter.empty:
-        default = "=" + (f'"{parameter.default}"' if isinstance(parameter.default, str) else str(parameter.default))
+        quoted = isinstance(parameter.default, str)
+        default = f'="{parameter.default}"' if quoted else f"={str(parameter.default).removeprefix('torch.')}"
     return f"{kind} {parameter.name}{default}"
 
 

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jaxtyping
 import torch
 from jaxtyping import AbstractArray
 
@@ -22,19 +23,21 @@ from tokenspeed_registry.errors import RegistrationError
 RESERVED = ("out", "backend")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALARS = (bool, int, float, str, torch.dtype)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAME = re.compile(r"[a-z_]\w*\Z")
 _OFFSET = re.compile(r"([a-z_]\w*)\+(\d+)\Z")
 
 
 @dataclass(frozen=True)
 class TensorParameter:
-    """A tensor: its dim expressions, the dtypes allowed, and whether it may be None."""
+    """A tensor: its dim expressions, the dtypes allowed, and whether it may be None or, being so, left out."""
 
     name: str
     dims: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     optional: bool
     keyword: bool
+    omissible: bool = False
 
     def describe_dtypes(self) -> str:
         return " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -83,13 +86,16 @@ def read_parameters(function: Callable[..., object]) -> tuple[Parameter, ...]:
         if name in RESERVED:
             continue
         keyword = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if name not in hints or name.startswith("_") or parameter.kind in _VARIADIC:
+            raise RegistrationError(f"{function.__name__}: parameter {name} is not annotated, private or variadic")
         members, optional = _members(hints[name])
         if all(_is_array(member) for member in members):
             dims = {member.dim_str for member in members}
             if len(dims) != 1:
                 raise RegistrationError(f"{function.__name__}: {name} has several shapes: {sorted(dims)}")
             dtypes = tuple(dict.fromkeys(dtype for member in members for dtype in _dtypes(member)))
-            parameters.append(TensorParameter(name, tuple(dims.pop().split()), dtypes, optional, keyword))
+            omissible = optional and (keyword or parameter.default is None)
+            parameters.append(TensorParameter(name, tuple(dims.pop().split()), dtypes, optional, keyword, omissible))
         else:
             kind, choices = _scalar(function.__name__, name, members)
             parameters.append(ScalarParameter(name, kind, choices, optional, parameter.default, keyword))
@@ -109,6 +115,10 @@ def read_outputs(
         arrays = (hint,)
     if len(arrays) != len(names):
         raise RegistrationError(f"{function.__name__}: {len(arrays)} outputs annotated, {len(names)} named")
+    if unknown := set(dtypes) - set(names):
+        raise RegistrationError(f"{function.__name__}: no output {sorted(unknown)}")
+    if any(not _is_array(array) for array in arrays):
+        raise RegistrationError(f"{function.__name__}: a result is not annotated with dtype and shape: {hint}")
     outputs = []
     for name, array in zip(names, arrays, strict=True):
         allowed = _dtypes(array)
@@ -131,9 +141,11 @@ def _is_array(hint: typing.Any) -> bool:
 
 
 def _dtypes(array: typing.Any) -> tuple[torch.dtype, ...]:
-    names = [name for name in array.dtypes if name != "bool_"]
-    if len(names) > 1:
+    if array.dtypes == jaxtyping.Float.dtypes:
         return FLOATS
+    names = [name for name in array.dtypes if name != "bool_"] if isinstance(array.dtypes, tuple) else []
+    if len(names) != 1:
+        raise RegistrationError(f"{array.__name__}: name one dtype, or Float for bfloat16, float16 and float32")
     return (getattr(torch, names[0]),)
 
 
@@ -141,6 +153,8 @@ def _scalar(op: str, name: str, members: tuple[typing.Any, ...]) -> tuple[type, 
     (hint,) = members if len(members) == 1 else (None,)
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
+        if len({type(choice) for choice in choices}) != 1 or type(choices[0]) not in _SCALARS:
+            raise RegistrationError(f"{op}: the choices of {name} are not of one scalar type: {choices}")
         return type(choices[0]), choices
     if hint not in _SCALARS:
         raise RegistrationError(f"{op}: parameter {name} has an annotation that no torch.library schema has: {hint}")

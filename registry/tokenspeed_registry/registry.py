@@ -19,7 +19,10 @@ from tokenspeed_registry.signature import Signature
 
 
 class Registry:
-    """Thread-safe. `namespace` is that of the torch.library ops. The public API lives in `default_registry`."""
+    """Thread-safe. `namespace` is that of the torch.library ops. The public API lives in `default_registry`.
+
+    `unusable` maps kernels of plugins that cannot run here to the reason.
+    """
 
     def __init__(self, namespace: str, settings: Settings | None = None, plugins: bool = True) -> None:
         self.namespace = namespace
@@ -27,7 +30,7 @@ class Registry:
         self.evidence = EvidenceStore([self.settings.cache / "evidence"])
         self._dispatchers: dict[str, Dispatcher] = {}
         self._kernels: dict[str, Kernel] = {}
-        self._backend_reasons: dict[str, str] = {}
+        self.unusable: dict[str, str] = {}
         self._plugins: list[PluginStatus] | None = None if plugins else []
         self._lock = threading.RLock()
 
@@ -111,7 +114,7 @@ class Registry:
         kernels = self.kernels(op)
         here = present_platform()
         platform = platform or here
-        reasons = self._backend_reasons if platform.arch == here.arch else {}
+        reasons = self.unusable if platform.arch == here.arch else {}
         return candidates(kernels, platform, signature or Signature(), self.evidence, reasons)
 
     def _add_from(self, status: PluginStatus, kernel: Kernel) -> None:
@@ -121,7 +124,7 @@ class Registry:
             status.reason = "; ".join(filter(None, [status.reason, str(error)]))
             return
         if not status.usable:
-            self._backend_reasons[kernel.name] = f"plugin {status.name}: {status.reason}"
+            self.unusable[kernel.name] = f"plugin {status.name}: {status.reason}"
 
 
 default_registry = Registry("tokenspeed_kernels")

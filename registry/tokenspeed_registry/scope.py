@@ -56,8 +56,13 @@ def use(backend: str | None = None, **ops: str) -> Iterator[None]:
 def trace(timed: bool = False) -> Iterator[list[Call]]:
     """Records every call dispatched in the block. `timed` waits for the device after each: for looking only."""
     calls: list[Call] = []
-    with _within(calls=calls, timed=timed):
-        yield calls
+    outer = _current()
+    try:
+        with _within(calls=calls, timed=timed or outer.timed):
+            yield calls
+    finally:
+        if outer.calls is not None:
+            outer.calls.extend(calls)
 
 
 @contextmanager
@@ -78,7 +83,7 @@ def recording(scope: Scope, op: str, kernel: str, backend: str, function: Callab
         result = function(*args, **kwargs)
         seconds = None
         if scope.timed:
-            _wait_for(args)
+            _wait_for((*args, *kwargs.values()))
             seconds = time.perf_counter() - started
         calls.append(Call(op, kernel, backend, seconds))
         return result
@@ -99,6 +104,7 @@ def _within(**changes: Any) -> Iterator[None]:
         current_scope.reset(token)
 
 
-def _wait_for(args: tuple[Any, ...]) -> None:
-    if args[0].device.type == "cuda":
-        torch.cuda.synchronize(args[0].device)
+def _wait_for(arguments: tuple[Any, ...]) -> None:
+    for device in {argument.device for argument in arguments if isinstance(argument, torch.Tensor)}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -88,7 +88,12 @@ def _nearest_time(kernel: Kernel, platform: Platform, signature: Signature, evid
         return None
 
     def distance(dims: Sequence[tuple[str, int]]) -> float:
-        logs = [math.log2((size + 1) / (signature.dims[dim] + 1)) for dim, size in dims if dim in signature.dims]
-        return sum(log * log for log in logs)
+        pairs = [(size, signature.dims[dim]) for dim, size in dims if dim in signature.dims]
+        return sum((_log(size) - _log(here)) ** 2 for size, here in pairs)
 
     return min(record.timings, key=lambda timing: distance(list(timing.dims.items()))).microseconds
+
+
+def _log(size: int) -> float:
+    """Of sizes that may be zero, and of scalars that may be negative (a window of -1)."""
+    return math.log2(max(size, 0) + 1)

@@ -44,13 +44,18 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 def _read_config(path: Path) -> tuple[Mapping[str, str], frozenset[str]]:
     try:
         config = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise TokenspeedError(f"config file {path}: {error}") from error
     unknown = set(config) - {"kernels", "plugins"}
     if unknown:
         raise TokenspeedError(f"config file {path}: unknown tables {sorted(unknown)}; known: kernels, plugins")
     kernels = config.get("kernels", {})
-    disabled = config.get("plugins", {}).get("disabled", [])
-    if not all(isinstance(choice, str) for choice in kernels.values()):
+    plugins = config.get("plugins", {})
+    if not isinstance(plugins, dict) or set(plugins) - {"disabled"}:
+        raise TokenspeedError(f"config file {path}: [plugins] knows `disabled` alone")
+    disabled = plugins.get("disabled", [])
+    if not isinstance(kernels, dict) or not all(isinstance(choice, str) for choice in kernels.values()):
         raise TokenspeedError(f"config file {path}: [kernels] maps op names to backend or kernel names")
+    if not isinstance(disabled, list) or not all(isinstance(name, str) for name in disabled):
+        raise TokenspeedError(f"config file {path}: [plugins] disabled is a list of names")
     return kernels, frozenset(disabled)

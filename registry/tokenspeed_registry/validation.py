@@ -54,7 +54,7 @@ def check_out(contract: Contract, out: object, arguments: Arguments) -> None:
     """Validates the caller's output tensors: contiguous, of the shapes and dtypes that the op would allocate."""
     signature = signature_of(contract, arguments)
     device = next(iter(_present(contract, arguments).values())).device
-    given = out if isinstance(out, tuple) else (out,)
+    given = out if isinstance(out, tuple) and len(contract.outputs) > 1 else (out,)
     if len(given) != len(contract.outputs):
         raise ArgumentTypeError(contract.name, "out", f"{len(contract.outputs)} tensors", f"{len(given)}")
     for output, tensor in zip(contract.outputs, given, strict=True):

@@ -207,4 +207,4 @@ def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
 def _finish(o: Tensor, valid: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Rounds outputs whose first dim is that of `valid`, with zeros where that is false."""
     o = torch.where(valid.reshape(-1, *(1 for _ in o.shape[1:])), o, 0.0).to(dtype)
-    return o if out is None else copy_into(out, o)
+    return o.contiguous() if out is None else copy_into(out, o)
