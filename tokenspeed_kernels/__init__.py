@@ -1,5 +1,58 @@
-"""The portable public API: one module an op family."""
+"""The portable public API: one module an op family, contract and reference side by side."""
 
-from tokenspeed_kernels.mla import merge_states
+from tokenspeed_kernels.attention import kv_cache_write, paged_attention
+from tokenspeed_kernels.conv import causal_conv_prefill, causal_conv_update
+from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_gates, gdn_prefill
+from tokenspeed_kernels.gdn_speculative import gdn_verify, gdn_verify_replay
+from tokenspeed_kernels.linear import embedding, linear
+from tokenspeed_kernels.mla import merge_states, mla_cache_write, mla_decode, mla_prefill
+from tokenspeed_kernels.moe import moe_experts, moe_route, sigmoid_mul, silu_mul
+from tokenspeed_kernels.ngram import ngram_embed, ngram_gate, ngram_hash, ngram_inject, ngram_lookup
+from tokenspeed_kernels.norm import grouped_rms_norm, rms_norm
+from tokenspeed_kernels.residual import residual_inject, residual_inject_mix, residual_mix
+from tokenspeed_kernels.rope import rope
+from tokenspeed_kernels.sampling import logprobs, sample
+from tokenspeed_kernels.sparse import index_cache_write, index_scores, sparse_attention, topk_blocks
+from tokenspeed_registry import trace, use
 
-__all__ = ["merge_states"]
+__all__ = [
+    "causal_conv_prefill",
+    "causal_conv_update",
+    "embedding",
+    "gated_rms_norm",
+    "gdn_decode",
+    "gdn_gates",
+    "gdn_prefill",
+    "gdn_verify",
+    "gdn_verify_replay",
+    "grouped_rms_norm",
+    "index_cache_write",
+    "index_scores",
+    "kv_cache_write",
+    "linear",
+    "logprobs",
+    "merge_states",
+    "mla_cache_write",
+    "mla_decode",
+    "mla_prefill",
+    "moe_experts",
+    "moe_route",
+    "ngram_embed",
+    "ngram_gate",
+    "ngram_hash",
+    "ngram_inject",
+    "ngram_lookup",
+    "paged_attention",
+    "residual_inject",
+    "residual_inject_mix",
+    "residual_mix",
+    "rms_norm",
+    "rope",
+    "sample",
+    "sigmoid_mul",
+    "silu_mul",
+    "sparse_attention",
+    "topk_blocks",
+    "trace",
+    "use",
+]

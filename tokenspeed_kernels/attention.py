@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Float32, Int32, Int64
-from tokenspeed_registry import ContentError, Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import ContentError, Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ def _paged_attention_cost(s: Signature) -> Cost:
     # Lengths lie on the device: every sequence counts as having all its pages full.
     keys = s["max_pages"] * s["page"]
     cache_row = s["kv_heads"] * s["dim"] * s.dtype("k_cache").itemsize
-    moved = s.nbytes("q", "page_table", "cu_seqlens_q", "seq_lens", "attended", "lse") + 2 * s["seqs"] * keys * cache_row
+    moved = (
+        s.nbytes("q", "page_table", "cu_seqlens_q", "seq_lens", "attended", "lse") + 2 * s["seqs"] * keys * cache_row
+    )
     return Cost(flops=4 * s.numel("q") * keys, nbytes=moved)
 
 
@@ -120,21 +123,22 @@ def paged_attention(
 
     Source: PagedAttention, section 4.1; FlashAttention-2 (arXiv:2307.08691) for the log-sum-exp.
     """
-    heads, page = q.shape[1], k_cache.shape[1]
-    group = heads // k_cache.shape[2]
+    page, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group = q.shape[1] // kv_heads
     attended = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
     for sequence, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
         length = int(seq_lens[sequence])
+        pages = page_table[sequence, : -(-length // page)].long()
+        k, v = (cache[pages].flatten(0, 1)[:length].double() for cache in (k_cache, v_cache))
         for token in range(start, end):
             visible = length - end + token + 1
             if visible <= 0:
                 continue
-            places = [(int(page_table[sequence, p // page]), p % page) for p in range(visible)]
-            keys = torch.stack([k_cache[place] for place in places]).double()
-            values = torch.stack([v_cache[place] for place in places]).double()
-            for head in range(heads):
-                scores = scale * keys[:, head // group] @ q[token, head].double()
-                lse[token, head] = scores.logsumexp(dim=0)
-                attended[token, head] = scores.softmax(dim=0) @ values[:, head // group]
+            for kv_head in range(kv_heads):
+                keys, values = k[:visible, kv_head], v[:visible, kv_head]
+                heads = slice(kv_head * group, (kv_head + 1) * group)
+                scores = scale * q[token, heads].double() @ keys.T
+                lse[token, heads] = scores.logsumexp(dim=-1)
+                attended[token, heads] = scores.softmax(dim=-1) @ values
     return attended, lse

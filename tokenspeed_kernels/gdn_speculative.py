@@ -1,8 +1,8 @@
 """Speculative verify of the gated delta rule: drafted tokens whose effect on the state can be taken back.
 
 Two ops, since they move different bytes: `gdn_verify` writes a state per token, of which the caller picks one;
-`gdn_verify_replay` only reads states, and a later call replays the tokens that were accepted. Either leaves things as if
-only the accepted tokens had come. The rule, the pool and the heads are those of `gdn`.
+`gdn_verify_replay` only reads states, and a later call replays the tokens that were accepted. Either leaves things as
+if only the accepted tokens had come. The rule, the pool and the heads are those of `gdn`.
 """
 
 import torch
@@ -62,7 +62,7 @@ def gdn_verify(
             continue
         current = state[initial].double()
         for i, slot in enumerate(slots[b].tolist()):
-            token = (x[b, i] for x in (q, k, v, g, beta))
+            token = q[b, i], k[b, i], v[b, i], g[b, i], beta[b, i]
             current, result[b, i] = step(current, *token, scale, normalise)
             if slot >= 0:
                 state[slot] = current
@@ -128,7 +128,8 @@ def gdn_verify_replay(
             continue
         current = state[slot].double()
         for row in range(count):
-            token = (x[slot, row] for x in (kept_k, kept_k, kept_v, kept_g, kept_beta))  # the query does not matter
+            key = kept_k[slot, row]
+            token = key, key, kept_v[slot, row], kept_g[slot, row], kept_beta[slot, row]  # any query does
             current, _ = step(current, *token, scale, normalise)
         first = count
         if count + q_len > capacity:

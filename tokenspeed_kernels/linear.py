@@ -1,8 +1,9 @@
 """Dense projections and embedding rows."""
 
 from jaxtyping import Float, Int64
-from tokenspeed_registry import Cost, Indices, Signature, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Cost, Indices, Signature, op, rounded_sum
 
 
 def _linear_tolerance(s: Signature, role: str) -> float:

@@ -4,9 +4,184 @@ Sources: DeepSeek-V2 (arXiv:2405.04434) for the latent cache and its absorbed fo
 for log-sum-exp merging.
 """
 
-from jaxtyping import Float, Float32
-from tokenspeed_registry import Cost, op, rounded_sum
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
+
+from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
+
+
+def _attention_tolerance(s: Signature, role: str) -> float:
+    # A score is a sum of `qk` products, up to some units large, whose absolute error becomes a relative one of its
+    # weight. Kernels round the weights to the dtype of the values for the matrix units, and then the sum.
+    return rounded_sum(s.dtype(role), terms=4 * s["qk"], roundings=2)
+
+
+def _decode_cost(s: Signature) -> Cost:
+    # Lengths lie on the device: every sequence counts as having all its pages full.
+    keys = s["batch"] * s["max_pages"] * s["page"]
+    moved = s.nbytes("q", "page_table", "seq_lens", "attended", "lse") + keys * s["qk"] * s.dtype("kv_cache").itemsize
+    return Cost(flops=2 * keys * s["q_len"] * s["heads"] * (s["qk"] + s["latent"]), nbytes=moved)
+
+
+@op(
+    family="mla",
+    cases="tokenspeed_kernels.cases.mla:mla_decode",
+    outputs=("attended", "lse"),
+    output_dtypes={"attended": "q"},
+    static=("q_len", "heads", "qk", "page", "latent"),
+    strided=("kv_cache",),
+    same_dtype=(("q", "kv_cache"),),
+    where=("0 < latent <= qk",),
+    checks=(Indices("page_table", below="pages"), Lengths("seq_lens", capacity=("max_pages", "page"))),
+    cost=_decode_cost,
+    tolerance=_attention_tolerance,
+)
+def mla_decode(
+    q: Float[Tensor, "batch q_len heads qk"],
+    kv_cache: Float[Tensor, "pages page qk"],
+    page_table: Int32[Tensor, "batch max_pages"],
+    seq_lens: Int32[Tensor, "batch"],
+    *,
+    latent: int,
+    scale: float,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "batch q_len heads latent"], Float32[Tensor, "batch q_len heads"]]:
+    """Causal attention of each sequence's last `q_len` tokens over its latent cache, in the absorbed form.
+
+    All heads share one cached row a token, which is key and value at once: the score is `scale` · q·row over all `qk`
+    values, the value is the row's first `latent`. `q` is therefore the absorbed query, W_Kᵀ·q_nope followed by the
+    rotary part, and `scale` that of the expanded form, (nope + rope)^−½ · corrections, not qk^−½.
+
+    `seq_lens` counts the cached tokens of each sequence with the `q_len` new ones, which are written before; query i
+    sees the first seq_len − q_len + i + 1 rows. Token p lies on page `page_table[b, p // page]` at offset p % page;
+    entries past a sequence's end are -1 and not read, and slots past its end may hold anything, NaN included. Pages
+    may be strided in the cache, and rows in a page.
+
+    Returns the attended latents, in the dtype of `q`, and the natural log of the sums of exponentials of the scores. A
+    query that sees nothing (every query of a padding sequence of length 0) gives zeros and −inf. Raises `ArgumentError`
+    for arguments that do not fit, `ContentError` for bad pages or lengths where those are checked (short CPU tensors,
+    or debug mode).
+
+    Source: DeepSeek-V2, section 2.1 and appendix C; absorption as in the DeepSeek-V3 reference implementation.
+    """
+    batch, q_len, heads, _ = q.shape
+    page = kv_cache.shape[1]
+    attended = torch.zeros(batch, q_len, heads, latent, dtype=torch.float64)
+    lse = torch.full((batch, q_len, heads), -torch.inf, dtype=torch.float64)
+    for sequence in range(batch):
+        length = int(seq_lens[sequence])
+        pages = page_table[sequence, : -(-length // page)].long()
+        rows = kv_cache[pages].flatten(0, 1)[:length].double()
+        for query in range(q_len):
+            visible = length - q_len + query + 1
+            if visible <= 0:
+                continue
+            scores = scale * q[sequence, query].double() @ rows[:visible].T
+            lse[sequence, query] = scores.logsumexp(dim=-1)
+            attended[sequence, query] = scores.softmax(dim=-1) @ rows[:visible, :latent]
+    return attended, lse
+
+
+def _prefill_cost(s: Signature) -> Cost:
+    # Offsets lie on the device: one sequence, and every query sees every key but for half of its own causal square.
+    pairs = s["tokens"] * s["kv_tokens"]
+    pairs -= min(s["tokens"], s["kv_tokens"]) * s["tokens"] // 2 if s.flag("causal") else 0
+    moved = s.nbytes("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "attended", "lse")
+    return Cost(flops=2 * pairs * s["heads"] * (s["qk"] + s["v_dim"]), nbytes=moved)
+
+
+@op(
+    family="mla",
+    cases="tokenspeed_kernels.cases.mla:mla_prefill",
+    outputs=("attended", "lse"),
+    output_dtypes={"attended": "q"},
+    static=("heads", "qk", "v_dim"),
+    strided=("q", "k", "v"),
+    same_dtype=(("q", "k", "v"),),
+    checks=(Offsets("cu_seqlens_q", total="tokens"), Offsets("cu_seqlens_k", total="kv_tokens")),
+    cost=_prefill_cost,
+    tolerance=_attention_tolerance,
+)
+def mla_prefill(
+    q: Float[Tensor, "tokens heads qk"],
+    k: Float[Tensor, "kv_tokens heads qk"],
+    v: Float[Tensor, "kv_tokens heads v_dim"],
+    cu_seqlens_q: Int32[Tensor, "seqs+1"],
+    cu_seqlens_k: Int32[Tensor, "seqs+1"],
+    *,
+    scale: float,
+    causal: bool = True,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Tensor, "tokens heads v_dim"], Float32[Tensor, "tokens heads"]]:
+    """Attention of packed queries over packed keys and values, in the expanded form: heads of their own, v_dim ≠ qk.
+
+    Sequence s has the queries `cu_seqlens_q[s]` up to `cu_seqlens_q[s+1]` and the keys `cu_seqlens_k[s]` up to
+    `cu_seqlens_k[s+1]`. `causal`: the queries are the sequence's last tokens, so that query i of n sees the first
+    keys − n + i + 1 keys; otherwise every query sees all of them, as it does of a cached prefix. Scores are `scale` ·
+    q·k. `q`, `k` and `v` may be strided but for their last dim.
+
+    Returns the normalised outputs, in the dtype of `q`, and the natural log of the sums of exponentials of the scores,
+    from which `merge_states` joins chunks of keys. A query that sees nothing gives zeros and −inf. Raises
+    `ArgumentError` for arguments that do not fit, `ContentError` for bad offsets where those are checked (short CPU
+    tensors, or debug mode).
+
+    Source: DeepSeek-V2, section 2.1; FlashAttention-2 for the log-sum-exp.
+    """
+    tokens, heads, _ = q.shape
+    attended = torch.zeros(tokens, heads, v.shape[2], dtype=torch.float64)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
+    spans = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for (q_start, q_end), (k_start, k_end) in spans:
+        for token in range(q_start, q_end):
+            seen = slice(k_start, k_end - q_end + token + 1 if causal else k_end)
+            if seen.stop <= seen.start:
+                continue
+            for head in range(heads):
+                scores = scale * k[seen, head].double() @ q[token, head].double()
+                lse[token, head] = scores.logsumexp(dim=0)
+                attended[token, head] = scores.softmax(dim=0) @ v[seen, head].double()
+    return attended, lse
+
+
+@op(
+    family="mla",
+    cases="tokenspeed_kernels.cases.mla:mla_cache_write",
+    static=("page", "qk", "latent"),
+    mutates=("kv_cache",),
+    strided=("latent", "k_rope", "kv_cache"),
+    same_dtype=(("latent", "k_rope", "kv_cache"),),
+    where=("qk == latent + rope",),
+    checks=(Indices("slot_mapping", below="pages*page"),),
+    cost=lambda s: Cost(flops=0, nbytes=2 * s.nbytes("latent", "k_rope") + s.nbytes("slot_mapping")),
+    # A copy.
+    tolerance=lambda s, role: 0.0,
+)
+def mla_cache_write(
+    latent: Float[Tensor, "tokens latent"],
+    k_rope: Float[Tensor, "tokens rope"],
+    slot_mapping: Int64[Tensor, "tokens"],
+    kv_cache: Float[Tensor, "pages page qk"],
+    *,
+    backend: str | None = None,
+) -> None:
+    """Stores the latents and the rotated keys of new tokens side by side in the cache, which is changed in place.
+
+    Token t goes to slot `slot_mapping[t]` = page id · page + offset in the page. Slots are distinct; a token of slot
+    -1 is not stored, and nothing else in the cache is touched. `latent`, `k_rope` and the cache may be strided but for
+    their last dim. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a slot out of range where
+    slots are checked (short CPU tensors, or debug mode).
+
+    Source: DeepSeek-V2, section 2.1.3.
+    """
+    page = kv_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            kv_cache[slot // page, slot % page] = torch.cat((latent[token], k_rope[token]))
 
 
 @op(

@@ -6,8 +6,9 @@ experts; the model descriptions in docs/models.md.
 
 import torch
 from jaxtyping import Float, Float32, Int32
-from tokenspeed_registry import Cost, Indices, Signature, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Cost, Indices, Signature, op, rounded_sum
 
 
 @op(
@@ -65,9 +66,7 @@ def _moe_experts_cost(s: Signature) -> Cost:
     checks=(Indices("ids", below="experts"),),
     cost=_moe_experts_cost,
     # Two projections in a row and the sum over experts; gate and up, their product, down and the sum are rounded.
-    tolerance=lambda s, role: rounded_sum(
-        s.dtype("x"), terms=s["hidden"] + s["inter"] + s["top_k"], roundings=4
-    ),
+    tolerance=lambda s, role: rounded_sum(s.dtype("x"), terms=s["hidden"] + s["inter"] + s["top_k"], roundings=4),
 )
 def moe_experts(
     x: Float[Tensor, "tokens hidden"],

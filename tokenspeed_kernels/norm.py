@@ -4,8 +4,9 @@ Source: Root Mean Square Layer Normalization (arXiv:1910.07467).
 """
 
 from jaxtyping import Float
-from tokenspeed_registry import Cost, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Cost, op, rounded_sum
 
 
 @op(

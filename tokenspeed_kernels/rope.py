@@ -7,8 +7,9 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float, Float32, Int64
-from tokenspeed_registry import Cost, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Cost, op, rounded_sum
 
 
 @op(

@@ -10,8 +10,9 @@ for the indexer with its ReLU scores; the Qwen3.8-Flash-Next model description i
 
 import torch
 from jaxtyping import Float, Float32, Int32
-from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 
 _PACKED = (Indices("page_table", below="pages"), Offsets("cu_seqlens", total="tokens"))
 

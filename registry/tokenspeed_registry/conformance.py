@@ -177,8 +177,9 @@ def _untouched(name: str, got: torch.Tensor, before: torch.Tensor, wanted: torch
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Flat, since a tensor without dims has no bytes to be viewed as.
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)) if a.numel() else True
+    # Flat, since a tensor without dims has no bytes to be viewed as; a copy, since one element may have any stride.
+    flat = [torch.cat([x.flatten()]).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*flat)
 
 
 def _copy(arguments: Arguments, device: torch.device | None = None, host: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 attributes `contract`, `reference` and `bind`.
 """
 
+import ast
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,9 @@ class Contract:
             raise RegistrationError(f"{self.name}: no dim {sorted(set(self.static) - self.dims)}")
         if not tensors or tensors[0].optional or tensors[0].name in self.host:
             raise RegistrationError(f"{self.name}: the first tensor says which device runs, so it must be required")
+        if clash := {"mode", "ctx"} & {p.name for p in self.parameters if self.mutates}:
+            # torch passes a mutating op's arguments by keyword beside these of its own when it compiles a graph.
+            raise RegistrationError(f"{self.name}: mutates: torch.compile forbids the parameter name {clash.pop()!r}")
         self._check_dims()
         if not (self.reference.__doc__ or "").strip():
             raise RegistrationError(f"{self.name}: has no docstring")
@@ -103,7 +107,8 @@ class Contract:
                 raise RegistrationError(f"{self.name}: no shape binds {sorted(unbound)} of {role.name}")
         known = {*bound, *(parameter.name for parameter in self.parameters)}
         for relation in self.where:
-            if unknown := set(compile(relation, relation, "eval").co_names) - known:
+            names = {node.id for node in ast.walk(ast.parse(relation)) if isinstance(node, ast.Name)}
+            if unknown := names - known:
                 raise RegistrationError(f"{self.name}: {relation!r} mentions {sorted(unknown)}, no dims or arguments")
         sources = {*(tensor.name for tensor in self.tensors), *(s.name for s in self.scalars if s.type is torch.dtype)}
         for output in self.outputs:

@@ -3,23 +3,23 @@
 The generated source reads like this, for an op of one tensor with a static dim:
 
     def double(x, *, out=None, backend=None):
-        if is_compiling():
+        if _is_compiling():
             ...the torch.library op...
         try:
-            d_tokens, d_dim, = x.shape
-            device = x.device
-            valid = x.is_contiguous() and not x.requires_grad
-            guard = dispatcher.guard
-            dispatch_key = (device, x.dtype, d_dim, guard and guard(d_tokens, d_dim))
-        except (AttributeError, TypeError, ValueError):
-            valid = False
-        if not valid:
-            dispatcher.reject((x,))
-        kernel = dispatcher.table.get(dispatch_key)
-        if kernel is None or backend is not None or scope.get() is not None:
-            kernel = dispatcher.resolve(dispatch_key, (x,), backend)
+            _d_tokens, _d_dim, = x.shape
+            _device = x.device
+            _valid = x.is_contiguous() and not x.requires_grad
+            _guard = _dispatcher.guard if _valid else None
+            _key = (_device, x.dtype, _d_dim, _guard and _guard(_d_tokens, _d_dim))
+        except (ArithmeticError, AttributeError, TypeError, ValueError):
+            _valid = False
+        if not _valid:
+            _dispatcher.reject((x,))
+        _kernel = _dispatcher.table.get(_key)
+        if _kernel is None or backend is not None or _scope.get() is not None:
+            _kernel = _dispatcher.resolve(_key, (x,), backend)
         ...
-        return kernel(x, out=out)
+        return _kernel(x, out=out)
 
 What the key holds (dtypes, static dims, flags) is checked in full by `validation` before a key enters the table, so a
 hit vouches for it; only what may change under one key is checked on every call. The source of any op is in
@@ -54,7 +54,7 @@ def generate(contract: Contract, compiled: bool) -> str:
         "        )",
     ]
     lines += [
-        "        _guard = _dispatcher.guard",
+        "        _guard = _dispatcher.guard if _valid else None",
         f"        _key = ({_key(contract)}, _guard and _guard({', '.join(_local(d) for d in guard_dims(contract))}))",
         "    except (ArithmeticError, AttributeError, TypeError, ValueError):",
         "        _valid = False",
@@ -147,7 +147,8 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
     numbers = [scalar for scalar in contract.scalars if scalar.type is int]
     bound = {scalar.name for scalar in numbers if not scalar.optional}
     statements = [f"{_local(scalar.name)} = {scalar.name}" for scalar in numbers]
-    checks: list[str] = []
+    # Scalars first: what a wrong one would do in an expression is anyone's guess.
+    checks = [_scalar_check(contract, scalar) for scalar in contract.scalars]
     numbered = sorted(enumerate(contract.tensors), key=lambda item: item[1].optional)
     for index, tensor in numbered:
         if tensor.optional:
@@ -167,7 +168,6 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
         if binding:
             statements += [f"if {tensor.name} is not None:", *(f"    {line}" for line in binding)]
         checks += [f"({tensor.name} is None or {c})" for c in conditions + _layout_and_device(contract, tensor)]
-    checks += [check for scalar in contract.scalars if (check := _scalar_check(contract, scalar))]
     # A relation of static dims alone was checked before its key entered the table.
     fixed = {*contract.static, *(flag.name for flag in contract.flags)}
     for relation in contract.where:

@@ -85,6 +85,8 @@ class Dispatcher:
     def select(self, args: tuple[Any, ...], choice: str | None) -> Kernel:
         """The kernel for a call's arguments. Raises `NoKernelError` or `UnknownNameError`."""
         self._registry.load_plugins()
+        if choice is not None and not any(choice in (kernel.backend, kernel.name) for kernel in self.kernels):
+            self._registry.load_plugins(unusable=True)  # so that the error says why the chosen backend cannot serve
         signature = signature_of(self.contract, self._arguments(args))
         device = args[self._first].device
         scope = current_scope.get()
@@ -136,7 +138,13 @@ def _bind(dispatcher: Dispatcher, *args: Any, **kwargs: Any) -> Callable[..., An
     signature_of(dispatcher.contract, call.arguments)
     if out is not None:
         dispatcher.check_out(out, ordered)
-    return dispatcher.resolve(None, ordered, backend)
+    chosen = dispatcher.resolve(None, ordered, backend)
+    contract = dispatcher.contract
+    empty = inspect.Parameter.empty
+    defaults: dict[str, Any] = {s.name: s.default for s in contract.scalars if s.keyword and s.default is not empty}
+    defaults |= {tensor.name: None for tensor in contract.tensors if tensor.keyword and tensor.omissible}
+    # A kernel's own signature need not repeat the op's defaults.
+    return functools.partial(chosen, **defaults) if defaults else chosen
 
 
 def _guard(contract: Contract, kernels: tuple[Kernel, ...]) -> Guard | None:

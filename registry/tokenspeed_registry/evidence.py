@@ -7,6 +7,7 @@ another source or compiler is shown but does not count. Files are JSON, one an a
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
@@ -79,7 +80,8 @@ class EvidenceStore:
     def find(self, kernel: Kernel, arch: str) -> Record | None:
         """The record of `kernel` on `arch`, whether or not it still counts."""
         if arch not in self._by_arch:
-            self._by_arch[arch] = {r.kernel: r for folder in self._folders for r in read(folder / f"{arch}.json")}
+            paths = [folder / f"{arch}.json" for folder in self._folders]
+            self._by_arch[arch] = {record.kernel: record for path in paths for record in _read_or_warn(path)}
         return self._by_arch[arch].get(kernel.name)
 
     def level(self, kernel: Kernel, arch: str) -> Level:
@@ -102,11 +104,11 @@ class EvidenceStore:
         folder = self._folders[-1]
         path = folder / f"{record.arch}.json"
         records = {known.kernel: known for known in read(path)} | {record.kernel: record}
+        text = json.dumps([records[name].to_json() for name in sorted(records)], indent=1) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
         with os.fdopen(handle, "w") as file:
-            json.dump([records[name].to_json() for name in sorted(records)], file, indent=1)
-            file.write("\n")
+            file.write(text)
         os.replace(temporary, path)
         self._by_arch.pop(record.arch, None)
 
@@ -116,6 +118,15 @@ def read(path: Path) -> list[Record]:
     if not path.exists():
         return []
     return [Record.from_json(item) for item in json.loads(path.read_text())]
+
+
+def _read_or_warn(path: Path) -> list[Record]:
+    """As `read`, but dispatch must not end because a backend ships, or a crash left, a file that cannot be read."""
+    try:
+        return read(path)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        warnings.warn(f"evidence {path} is ignored: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+        return []
 
 
 def counts(record: Record, kernel: Kernel) -> bool:

@@ -17,7 +17,7 @@ from tokenspeed_registry.signature import evaluate
 from tokenspeed_registry.validation import bind_dims, output_dtype
 
 _libraries: dict[str, torch.library.Library] = {}
-_TYPES = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType"}
+_TYPES = {bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType"}
 
 
 def define(namespace: str, contract: Contract, eager: Callable[..., Any]) -> Any:
@@ -52,7 +52,9 @@ def _argument(contract: Contract, parameter: Parameter) -> str:
         )
         default = "=None" if parameter.omissible else ""
         return f"Tensor{alias}{'?' if parameter.optional else ''} {parameter.name}{default}"
-    kind = _TYPES[parameter.type] + ("?" if parameter.optional else "")
+    # A free integer may be a size that stays symbolic under tracing; one of a few choices decides about kernels.
+    kind = "int" if parameter.type is int and parameter.choices else _TYPES[parameter.type]
+    kind += "?" if parameter.optional else ""
     default = ""
     if parameter.default is not inspect.Parameter.empty:
         quoted = isinstance(parameter.default, str)

@@ -22,6 +22,7 @@ from tokenspeed_registry.errors import RegistrationError
 
 RESERVED = ("out", "backend")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_ANY_FLOAT: typing.Any = jaxtyping.Float
 _SCALARS = (bool, int, float, str, torch.dtype)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAME = re.compile(r"[a-z_]\w*\Z")
@@ -141,7 +142,7 @@ def _is_array(hint: typing.Any) -> bool:
 
 
 def _dtypes(array: typing.Any) -> tuple[torch.dtype, ...]:
-    if array.dtypes == jaxtyping.Float.dtypes:
+    if array.dtypes == _ANY_FLOAT.dtypes:
         return FLOATS
     names = [name for name in array.dtypes if name != "bool_"] if isinstance(array.dtypes, tuple) else []
     if len(names) != 1:

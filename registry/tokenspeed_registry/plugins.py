@@ -53,7 +53,8 @@ def find_plugins(disabled: frozenset[str]) -> list[PluginStatus]:
     statuses: dict[str, PluginStatus] = {}
     for entry in entries:
         if entry.name in statuses:
-            statuses[entry.name].reason += f"; a second plugin of this name ({entry.value}) was ignored"
+            ignored = f"a second plugin of this name ({entry.value}) was ignored"
+            statuses[entry.name].reason = "; ".join(filter(None, [statuses[entry.name].reason, ignored]))
             continue
         statuses[entry.name] = _probe(entry, disabled)
     return list(statuses.values())
@@ -71,7 +72,7 @@ def load_kernels(status: PluginStatus) -> list[Kernel]:
         except Exception as error:
             failures.append(f"module {name} failed to import: {_one_line(error)}")
             continue
-        found = [value for value in vars(module).values() if isinstance(value, Kernel)]
+        found = dict.fromkeys(value for value in vars(module).values() if isinstance(value, Kernel))
         status.kernels += [kernel for kernel in found if kernel not in status.kernels]
     if failures:
         status.reason = "; ".join(filter(None, [status.reason, *failures]))

@@ -73,12 +73,15 @@ def override_platform(platform: Platform) -> Iterator[None]:
 
 
 def recording(scope: Scope, op: str, kernel: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, adding a `Call` to the scope's list each time it returns."""
+    """`function`, adding a `Call` to the scope's list each time it returns while that list is being recorded."""
     calls = scope.calls
     if calls is None:
         return function
 
     def record(*args: Any, **kwargs: Any) -> Any:
+        current = current_scope.get()
+        if current is None or current.calls is not calls:  # a bound handle may outlive the trace it was made under
+            return function(*args, **kwargs)
         started = time.perf_counter()
         result = function(*args, **kwargs)
         seconds = None

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from tokenspeed_kernels.moe import moe_experts, moe_route, sigmoid_mul, silu_mul
 from tokenspeed_registry import ArgumentError, ContentError
-from torch import Tensor
 
 
 def layer(experts: int = 6, hidden: int = 16, inter: int = 8) -> tuple[Tensor, Tensor]:

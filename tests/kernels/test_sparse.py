@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from tokenspeed_kernels.sparse import index_cache_write, index_scores, sparse_attention, topk_blocks
 from tokenspeed_registry import ArgumentError, ContentError
-from torch import Tensor
 
 RATIO, BLOCKS, DIM = 4, 2, 16
 PAGE = RATIO * BLOCKS
@@ -172,14 +173,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, scale: float) -> tup
     """The last len(q) tokens of one sequence, keys and values in pages of reversed order."""
     length = len(k)
     count = -(-length // PAGE)
-    caches = []
-    for x in (k, v):
-        cache = torch.full((count, PAGE, *x.shape[1:]), torch.nan, dtype=x.dtype)
+    k_cache, v_cache = (torch.full((count, PAGE, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in (k, v))
+    for cache, x in ((k_cache, k), (v_cache, v)):
         cache.view(-1, *x.shape[1:])[:length] = x
-        caches.append(cache.flip(0).contiguous())
+        cache.copy_(cache.flip(0))
     table = torch.arange(count, dtype=torch.int32).flip(0)[None].contiguous()
     return sparse_attention(
-        q, *caches, table, blocks, int32(0, len(q)), int32(length), ratio=RATIO, scale=scale, backend="torch"
+        q, k_cache, v_cache, table, blocks, int32(0, len(q)), int32(length), ratio=RATIO, scale=scale, backend="torch"
     )
 
 

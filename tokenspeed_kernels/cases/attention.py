@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 from torch import Tensor
 
 from tokenspeed_kernels.cases.paging import cu_seqlens, distinct_slots, page_table, paged_cache, strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -20,57 +20,51 @@ def _joint(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _kv_cache_write(p: Params, make: Make) -> dict[str, Any]:
     row = p["kv_heads"], p["dim"]
     k, v = (make.normal(p["tokens"], *row, dtype=p["dtype"]) for _ in "kv")
-    caches = [make.normal(p["pages"], p["page"], *row, dtype=p["dtype"]) for _ in "kv"]
+    pages = max(p["pages"], -(-p["tokens"] // p["page"]))
+    caches = [make.normal(pages, p["page"], *row, dtype=p["dtype"]) for _ in "kv"]
     k_cache, v_cache = _joint(*caches) if p["strided"] else caches
     padding = {"none": 0, "some": (p["tokens"] + 1) // 2, "all": p["tokens"]}[p["padding"]]
-    capacity = p["pages"] * p["page"]
     return {
         "k": strided(k) if p["strided"] else k,
         "v": strided(v) if p["strided"] else v,
-        "slot_mapping": distinct_slots(make, p["tokens"], capacity, padding=padding, dtype=torch.int64),
+        "slot_mapping": distinct_slots(make, p["tokens"], pages * p["page"], padding=padding, dtype=torch.int64),
         "k_cache": k_cache,
         "v_cache": v_cache,
     }
 
 
+_QWEN: dict[str, Any] = {"page": 64, "dim": 256, "dtype": torch.bfloat16}
+
 kv_cache_write = CaseSet(
     axes={
         "tokens": [5, 0, 1, 20],
-        "pages": [6, 24],
+        "pages": [6, 9],
         "page": [4, 1, 16],
         "kv_heads": [2, 1],
-        "dim": [16, 1, 256],
+        "dim": [16, 1, 64],
         "dtype": FLOATS,
         "padding": ["none", "some", "all"],
         "strided": [False, True],
     },
-    build=lambda p, make: _kv_cache_write(p | {"pages": max(p["pages"], -(-p["tokens"] // p["page"]))}, make),
-    models={
-        "qwen4_exp prefill": {
-            "tokens": 8192,
-            "pages": 1024,
-            "page": 64,
-            "dim": 256,
-            "dtype": torch.bfloat16,
-            "strided": True,
-        }
-    },
+    build=_kv_cache_write,
+    edges=[
+        _QWEN | {"padding": padding, "strided": strided} for padding in ("none", "some") for strided in (False, True)
+    ],
+    models={"qwen4_exp prefill": _QWEN | {"tokens": 8192, "pages": 1024, "strided": True}},
 )
 
 
 def _paged_attention(p: Params, make: Make) -> dict[str, Any]:
     new = p["new"]
-    lengths = [before + count for before, count in zip(make.lengths(len(new), low=0, high=p["before"]), new)]
+    lengths = [count + make.random.randint(0, p["before"]) for count in new]
     if p["short"] and lengths:
         # A padding sequence has no tokens cached, and one may hold fewer than it asks for.
         lengths[0], lengths[-1] = 0, new[-1] // 2
     heads, kv_heads = p["heads"]
     table, pages = page_table(make, lengths, p["page"])
-    caches = [
-        paged_cache(make, table, lengths, pages, p["page"], kv_heads, p["dim"], dtype=p["dtype"]) for _ in "kv"
-    ]
+    caches = [paged_cache(make, table, lengths, pages, p["page"], kv_heads, p["dim"], dtype=p["dtype"]) for _ in "kv"]
     if p["outlier"]:
-        for entries, length, count in zip(table.tolist(), lengths, new):
+        for entries, length, count in zip(table.tolist(), lengths, new, strict=True):
             for position in range(max(length - count + 1, 0), length):
                 caches[1][entries[position // p["page"]], position % p["page"]] *= 1000.0
     q = make.normal(sum(new), heads, p["dim"], dtype=p["dtype"])
@@ -86,6 +80,8 @@ def _paged_attention(p: Params, make: Make) -> dict[str, Any]:
         "max_q_len": max(new, default=0) + p["slack"],
     }
 
+
+_QWEN_HEADS = _QWEN | {"heads": (24, 2)}
 
 paged_attention = CaseSet(
     axes={
@@ -106,32 +102,16 @@ paged_attention = CaseSet(
         {"new": (4, 4, 4), "outlier": True, "before": 0},
         {"new": (2, 8, 1), "outlier": True, "page": 1, "strided": True},
         {"new": (1, 1, 1), "short": True, "dtype": torch.bfloat16},
-        {"new": (130,), "before": 3, "heads": (2, 1)},
+        {"new": (130, 2), "before": 3, "heads": (2, 1), "outlier": True},
+        # What kernels for the models' own widths serve: they refuse the small ones above.
+        *(_QWEN_HEADS | {"new": new, "before": 61} for new in ((1, 1, 1), (4, 4), (3, 0, 130))),
+        _QWEN_HEADS | {"short": True, "outlier": True},
+        _QWEN_HEADS | {"strided": True},
+        _QWEN_HEADS | {"dtype": torch.float16, "heads": (12, 1)},
     ],
     models={
-        "qwen4_exp decode": {
-            "new": (1,) * 32,
-            "before": 4096,
-            "heads": (24, 2),
-            "dim": 256,
-            "page": 64,
-            "dtype": torch.bfloat16,
-        },
-        "qwen4_exp verify": {
-            "new": (4,) * 16,
-            "before": 4096,
-            "heads": (24, 2),
-            "dim": 256,
-            "page": 64,
-            "dtype": torch.bfloat16,
-        },
-        "qwen4_exp prefill": {
-            "new": (4096,),
-            "before": 4096,
-            "heads": (24, 2),
-            "dim": 256,
-            "page": 64,
-            "dtype": torch.bfloat16,
-        },
+        "qwen4_exp decode": _QWEN_HEADS | {"new": (1,) * 32, "before": 4096},
+        "qwen4_exp verify": _QWEN_HEADS | {"new": (4,) * 16, "before": 4096},
+        "qwen4_exp prefill": _QWEN_HEADS | {"new": (4096,), "before": 4096},
     },
 )

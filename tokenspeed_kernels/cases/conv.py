@@ -62,7 +62,7 @@ def _causal_conv_prefill(p: Params, make: Make) -> dict[str, Any]:
 def _causal_conv_update(p: Params, make: Make) -> dict[str, Any]:
     batch, q_len = p["batch"], p["q_len"]
     verify = p["accepted"] != "none"
-    arguments = _common(p | {"extra": p["extra"] + q_len * verify}, make, batch)
+    arguments = _common({**p, "extra": p["extra"] + q_len * verify}, make, batch)
     x = make.normal(batch, q_len, p["channels"], dtype=p["dtype"])
     x[arguments["slots"] < 0] = torch.nan
     if verify:
@@ -106,12 +106,16 @@ causal_conv_prefill = CaseSet(
 )
 
 causal_conv_update = CaseSet(
-    axes={"batch": [3, 0, 1, 6], "q_len": [1, 2, 4, 8, 11], "accepted": ["none", "random", "zero", "one", "full"]}
-    | _AXES,
+    axes={
+        "batch": [3, 0, 1, 6],
+        "q_len": [1, 2, 4, 8, 11],
+        "accepted": ["none", "random", "zero", "one", "full"],
+        **_AXES,
+    },
     build=_causal_conv_update,
     edges=[
         {"q_len": 4, "accepted": accepted, "dilation": dilation, "dtype": dtype, "padding": "middle", "extra": 1}
-        for accepted in ("none", "random", "zero")
+        for accepted in ("none", "random", "zero", "full")
         for dilation, dtype in ((1, torch.float32), (3, torch.bfloat16))
     ],
     models={

@@ -104,7 +104,7 @@ def _gdn_verify_replay(p: Params, make: Make) -> dict[str, Any]:
     for slot, count in zip(slots.tolist(), kept.tolist(), strict=True):
         if slot >= 0:
             valid[slot, :count] = True
-    old = _inputs(p | {"strided": False}, make, pool, capacity, valid=valid)
+    old = _inputs({**p, "strided": False}, make, pool, capacity, valid=valid)
     inputs = _inputs(p, make, batch, q_len, valid=slots >= 0)
     buffers = {f"kept_{name}": old[name] for name in ("k", "v", "g", "beta")}
     return inputs | buffers | {"slots": slots, "kept": kept, "state": _pool(p, make, pool, slots)}
@@ -164,10 +164,12 @@ gdn_prefill = CaseSet(
     },
     build=_gdn_prefill,
     edges=[
-        {**edge, "lengths": lengths, "gates": gates}
-        for lengths in ((130, 0, 65, 1), (64, 63))
+        edge | {"gates": gates}
         for gates in ("slow", "strong")
-        for edge in ({"keys": "similar", "fresh": "none"}, _BF16)
+        for edge in (
+            {"lengths": (130, 0, 65, 1), "keys": "similar", "fresh": "none"},
+            {"lengths": (64, 63, 1), **_BF16},
+        )
     ],
     models={
         "qwen4_exp prefill": {"lengths": (8192,), **_QWEN},

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 
 from tokenspeed_kernels.cases.paging import strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -30,6 +30,7 @@ linear = CaseSet(
         "strided": [False, True],
     },
     build=_linear,
+    edges=[{"tokens": 17, "in_features": 37, "dtype": dtype, "strided": True} for dtype in FLOATS],
     models={
         "qwen4_exp language head": {
             "tokens": 32,

@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+
+from tokenspeed_kernels.cases.paging import cu_seqlens, distinct_slots, page_table, paged_cache, strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,4 +34,157 @@ merge_states = CaseSet(
     },
     build=_merge_states,
     models={"deepseek_v3 prefill with cached prefix": {"tokens": 8192, "heads": 16, "dim": 128}},
+)
+
+
+def _mla_decode(p: Params, make: Make) -> dict[str, Any]:
+    q_len, row = p["q_len"], p["latent"] + p["rope"]
+    lengths = make.lengths(p["batch"], low=q_len, high=p["longest"] + q_len)
+    if lengths:
+        lengths[-1] = p["longest"] + q_len
+    if p["short"] and lengths:
+        # Half the batch is padding; the first sequence holds fewer tokens than it asks for, where there are several.
+        lengths[::2] = [0] * len(lengths[::2])
+        lengths[0] = q_len // 2
+    table, pages = page_table(make, lengths, p["page"])
+    cache = paged_cache(make, table, lengths, pages, p["page"], row, dtype=p["dtype"])
+    if p["outlier"]:
+        for entries, length in zip(table.tolist(), lengths, strict=True):
+            for position in range(max(length - q_len + 1, 0), length):
+                cache[entries[position // p["page"]], position % p["page"], : p["latent"]] *= 1000.0
+    q = make.normal(p["batch"], q_len, p["heads"], row, dtype=p["dtype"])
+    if p["outlier"]:
+        # The outliers are values only: as keys they would take all the weight from the others.
+        q[..., : p["latent"]] = 0
+    return {
+        "q": q,
+        "kv_cache": strided(cache, dim=p["strided"]) if p["strided"] else cache,
+        "page_table": table,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "latent": p["latent"],
+        "scale": row**-0.5,
+    }
+
+
+_DEEPSEEK: dict[str, Any] = {"latent": 512, "rope": 64, "page": 64, "dtype": torch.bfloat16}
+_DEEPSEEK_DECODE = _DEEPSEEK | {"heads": 128, "longest": 8192}
+
+mla_decode = CaseSet(
+    axes={
+        "batch": [3, 0, 1, 6],
+        "q_len": [1, 2, 4, 8],
+        "heads": [2, 1, 3, 16],
+        "latent": [32, 1, 48],
+        "rope": [8, 0, 16],
+        "page": [4, 1, 16, 64],
+        # Tokens before the new ones, at most; one sequence has that many.
+        "longest": [20, 0, 62, 63, 64, 129],
+        "dtype": FLOATS,
+        "short": [False, True],
+        "outlier": [False, True],
+        # The dim of the cache that has gaps, 0 for none: between pages' rows, or in rows.
+        "strided": [0, 1, 2],
+    },
+    build=_mla_decode,
+    edges=[
+        {"q_len": 4, "outlier": True, "page": 1},
+        {"q_len": 8, "outlier": True, "longest": 57, "page": 64},
+        {"q_len": 8, "short": True, "batch": 6, "dtype": torch.bfloat16},
+        # What kernels for the models' own widths serve: they refuse the small ones above.
+        *(_DEEPSEEK | {"heads": heads} for heads in (1, 2, 4, 8, 12, 16, 24, 64, 128)),
+        *(_DEEPSEEK | {"q_len": q_len, "outlier": True, "batch": 2} for q_len in (1, 2, 4, 8)),
+        *(_DEEPSEEK | {"longest": longest, "q_len": 4, "batch": 2} for longest in (0, 1, 59, 60, 61, 196)),
+        _DEEPSEEK | {"short": True, "batch": 6, "q_len": 2},
+        _DEEPSEEK | {"strided": 1, "heads": 16},
+        _DEEPSEEK | {"dtype": torch.float16, "heads": 16},
+        _DEEPSEEK | {"page": 32, "heads": 16},
+    ],
+    models={
+        "deepseek_v3 decode": _DEEPSEEK_DECODE | {"batch": 32, "q_len": 1},
+        "deepseek_v3 verify": _DEEPSEEK_DECODE | {"batch": 16, "q_len": 4},
+        "deepseek_v3 decode, 16 heads a rank": _DEEPSEEK_DECODE | {"batch": 64, "q_len": 1, "heads": 16},
+        "kimi_k2 decode": _DEEPSEEK_DECODE | {"batch": 32, "q_len": 1, "heads": 64},
+    },
+)
+
+
+def _mla_prefill(p: Params, make: Make) -> dict[str, Any]:
+    new = p["new"]
+    keys = [make.random.randint(0, p["before"]) + (count if p["causal"] else 0) for count in new]
+    if p["short"] and keys:
+        keys[0], keys[-1] = 0, new[-1] // 2
+    q = make.normal(sum(new), p["heads"], p["qk"], dtype=p["dtype"])
+    k = make.normal(sum(keys), p["heads"], p["qk"], dtype=p["dtype"])
+    v = make.normal(sum(keys), p["heads"], p["v_dim"], dtype=p["dtype"])
+    return {
+        "q": strided(q) if p["strided"] else q,
+        "k": strided(k) if p["strided"] else k,
+        "v": strided(v, dim=1) if p["strided"] else v,
+        "cu_seqlens_q": cu_seqlens(new),
+        "cu_seqlens_k": cu_seqlens(keys),
+        "scale": p["qk"] ** -0.5,
+        "causal": p["causal"],
+    }
+
+
+_DEEPSEEK_WIDE: dict[str, Any] = {"qk": 192, "v_dim": 128, "dtype": torch.bfloat16}
+_DEEPSEEK_PREFILL = _DEEPSEEK_WIDE | {"heads": 128}
+
+mla_prefill = CaseSet(
+    axes={
+        "new": [(5, 0, 3), (1,), (), (0, 0), (1, 1, 1, 1), (17, 1, 8)],
+        "before": [8, 0, 17],
+        "heads": [2, 1, 5],
+        "qk": [24, 1, 96],
+        "v_dim": [16, 1, 64],
+        "dtype": FLOATS,
+        "causal": [True, False],
+        "short": [False, True],
+        "strided": [False, True],
+    },
+    build=_mla_prefill,
+    edges=[
+        {"new": (130, 2), "before": 3, "heads": 1},
+        {"new": (8, 8, 8), "before": 17, "causal": False, "short": True},
+        *(_DEEPSEEK_WIDE | {"new": new, "short": short} for new in ((5, 0, 3), (130,)) for short in (False, True)),
+        _DEEPSEEK_WIDE | {"causal": False, "strided": True, "before": 70},
+        _DEEPSEEK_WIDE | {"dtype": torch.float16, "heads": 16},
+    ],
+    models={
+        "deepseek_v3 prefill": _DEEPSEEK_PREFILL | {"new": (8192,), "before": 0},
+        "deepseek_v3 cached prefix": _DEEPSEEK_PREFILL | {"new": (2048,), "before": 8192, "causal": False},
+        "kimi_k2 prefill": _DEEPSEEK_PREFILL | {"new": (4096, 4096), "before": 0, "heads": 64},
+    },
+)
+
+
+def _mla_cache_write(p: Params, make: Make) -> dict[str, Any]:
+    row = p["latent"] + p["rope"]
+    pages = max(p["pages"], -(-p["tokens"] // p["page"]))
+    cache = make.normal(pages, p["page"], row, dtype=p["dtype"])
+    latent = make.normal(p["tokens"], p["latent"], dtype=p["dtype"])
+    k_rope = make.normal(p["tokens"], p["rope"], dtype=p["dtype"])
+    padding = {"none": 0, "some": (p["tokens"] + 1) // 2, "all": p["tokens"]}[p["padding"]]
+    return {
+        "latent": strided(latent) if p["strided"] else latent,
+        "k_rope": strided(k_rope) if p["strided"] else k_rope,
+        "slot_mapping": distinct_slots(make, p["tokens"], pages * p["page"], padding=padding, dtype=torch.int64),
+        "kv_cache": strided(cache, dim=1) if p["strided"] else cache,
+    }
+
+
+mla_cache_write = CaseSet(
+    axes={
+        "tokens": [5, 0, 1, 20],
+        "pages": [6, 9],
+        "page": [4, 1, 16],
+        "latent": [32, 1, 64],
+        "rope": [8, 1, 16],
+        "dtype": FLOATS,
+        "padding": ["none", "some", "all"],
+        "strided": [False, True],
+    },
+    build=_mla_cache_write,
+    edges=[_DEEPSEEK | {"padding": padding, "strided": strided} for padding in ("none", "some") for strided in (0, 1)],
+    models={"deepseek_v3 prefill": _DEEPSEEK | {"tokens": 8192, "pages": 1024, "strided": True}},
 )

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
-from tokenspeed_registry.conformance import error_of
 from torch import Tensor
 
 from tokenspeed_kernels.cases.paging import strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
+from tokenspeed_registry.conformance import error_of
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 QWEN4 = {"hidden": 2560, "inter": 640, "experts": 512, "top_k": 10}
@@ -16,9 +16,9 @@ DEEPSEEK = {"hidden": 7168, "inter": 2048, "experts": 256, "top_k": 8}
 
 
 def _moe_route(p: Params, make: Make) -> dict[str, Any]:
-    logits = make.normal(p["tokens"], p["experts"], scale=3.0)
+    logits = make.normal(p["tokens"], p["experts"], scale=p["spread"])
     if p["ties"]:  # whole numbers from few: most choices are among equals
-        logits = (logits / 3).round()
+        logits = (logits / p["spread"]).round()
     logits = logits.to(p["dtype"])
     return {
         "logits": strided(logits) if p["strided"] else logits,
@@ -49,6 +49,7 @@ moe_route = CaseSet(
         "experts": [8, 1, 60, 512],
         "top_k": [2, 1, 8, 10],
         "renormalise": [True, False],
+        "spread": [3.0, 1000.0],
         "ties": [False, True],
         "dtype": FLOATS,
         "strided": [False, True],
@@ -115,6 +116,7 @@ moe_experts = CaseSet(
 def _silu_mul(p: Params, make: Make) -> dict[str, Any]:
     # A spread past the range where exp(-x) of a half would overflow.
     gate_up = make.normal(p["rows"], 2 * p["inter"], dtype=p["dtype"], scale=p["spread"])
+    gate_up[:1] = 1.0  # results far below the smallest float16 need one of ordinary size to be measured by
     return {"gate_up": strided(gate_up) if p["strided"] else gate_up}
 
 
@@ -137,6 +139,7 @@ silu_mul = CaseSet(
 def _sigmoid_mul(p: Params, make: Make) -> dict[str, Any]:
     x = make.normal(p["rows"], p["dim"], dtype=p["dtype"])
     gate = make.normal(p["rows"], 1 if p["one_gate"] else p["dim"], dtype=p["dtype"], scale=p["spread"])
+    gate[:1], x[:1] = 1.0, 1.0  # as in silu_mul
     return {"x": strided(x), "gate": strided(gate)} if p["strided"] else {"x": x, "gate": gate}
 
 

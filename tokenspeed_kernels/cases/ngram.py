@@ -100,7 +100,11 @@ def _keep_off_zero(arguments: dict[str, Any]) -> None:
 
 def _ngram_inject(p: Params, make: Make) -> dict[str, Any]:
     shape = p["tokens"], p["streams"], p["hidden"]
-    return {name: make.normal(*shape, dtype=p["dtype"]) for name in ("x", "gated", "conv")}
+    arguments = {name: make.normal(*shape, dtype=p["dtype"]) for name in ("x", "gated", "conv")}
+    if p["cancels"] and p["dtype"] != torch.float32:
+        # What remains is what rounding takes from a sum of two; in float32 it would be rounding error alone.
+        arguments["x"] = -(arguments["gated"] + arguments["conv"])
+    return arguments
 
 
 _HASH_AXES: Params = {
@@ -184,8 +188,9 @@ ngram_gate = CaseSet(
 )
 
 ngram_inject = CaseSet(
-    axes=_STREAM_AXES,
+    axes={**_STREAM_AXES, "cancels": [False, True]},
     build=_ngram_inject,
+    edges=[{"cancels": True, "dtype": dtype} for dtype in FLOATS[1:]],
     models={
         "qwen4_exp decode": {**_REAL_STREAMS, "tokens": 32},
         "qwen4_exp prefill": {**_REAL_STREAMS, "tokens": 8192},

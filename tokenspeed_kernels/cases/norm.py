@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 
 from tokenspeed_kernels.cases.paging import strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 _AXES: dict[str, list[Any]] = {
@@ -34,7 +34,7 @@ def _arguments(p: Params, make: Make, *groups: int) -> dict[str, Any]:
 rms_norm = CaseSet(
     axes=_AXES,
     build=lambda p, make: _arguments(p, make),
-    edges=[{"magnitude": 0.0}],
+    edges=[{"magnitude": 0.0}, *({"dim": dim, "dtype": torch.bfloat16} for dim in (512, 2560, 7168, 10240))],
     models={
         "qwen4_exp query heads": {"rows": 24 * 512, "dim": 256, "dtype": torch.bfloat16, "zero_centred": True},
         "qwen4_exp draft hidden": {"rows": 512, "dim": 10240, "dtype": torch.bfloat16, "zero_centred": True},
@@ -46,7 +46,7 @@ rms_norm = CaseSet(
 grouped_rms_norm = CaseSet(
     axes=_AXES | {"groups": [4, 1, 3]},
     build=lambda p, make: _arguments(p, make, p["groups"]),
-    edges=[{"magnitude": 0.0}],
+    edges=[{"magnitude": 0.0}, {"dim": 2560, "dtype": torch.bfloat16, "zero_centred": True}],
     models={
         "qwen4_exp streams": {"rows": 512, "groups": 4, "dim": 2560, "dtype": torch.bfloat16, "zero_centred": True}
     },

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from tokenspeed_registry.cases import Make
 from torch import Tensor
+
+from tokenspeed_registry.cases import Make
 
 
 def cu_seqlens(lengths: Sequence[int]) -> Tensor:

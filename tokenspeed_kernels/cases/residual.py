@@ -18,6 +18,7 @@ _AXES: Params = {
     "magnitude": [1.0, 1e-3, 300.0],
 }
 _MIX_AXES: Params = {**_AXES, "rank": [8, 1, 5], "injects": [True, False], "eps": [1e-6, 1e-3]}
+_CANCELLING = [{"cancels": True, "dtype": torch.bfloat16}]
 _MODELS = {
     "qwen4_exp decode": {"tokens": 32, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},
     "qwen4_exp prefill": {"tokens": 8192, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},
@@ -47,11 +48,14 @@ def _weights(p: Params, make: Make) -> dict[str, Any]:
 
 
 def _injection(p: Params, make: Make) -> dict[str, Any]:
-    return {
-        "x": _streams(p, make),
-        "y": make.normal(p["tokens"], p["hidden"], dtype=p["dtype"], scale=p["magnitude"]),
-        "inject": make.uniform(p["tokens"], p["streams"], low=0.0, high=2.0),
-    }
+    x = _streams(p, make)
+    y = make.normal(p["tokens"], p["hidden"], dtype=p["dtype"], scale=p["magnitude"])
+    inject = make.uniform(p["tokens"], p["streams"], low=0.0, high=2.0)
+    if p["cancels"] and p["dtype"] == torch.bfloat16:
+        # What remains is what rounding took from the product. float32 would leave only its own rounding errors, and
+        # float16 subnormal numbers.
+        x = -(inject.unsqueeze(-1) * y.float().unsqueeze(1)).to(p["dtype"])
+    return {"x": x, "y": y, "inject": inject}
 
 
 residual_mix = CaseSet(
@@ -60,10 +64,16 @@ residual_mix = CaseSet(
     models=_MIX_MODELS,
 )
 
-residual_inject = CaseSet(axes=_AXES, build=_injection, models=_MODELS)
+residual_inject = CaseSet(
+    axes={**_AXES, "cancels": [False, True]},
+    build=_injection,
+    edges=_CANCELLING,
+    models=_MODELS,
+)
 
 residual_inject_mix = CaseSet(
-    axes=_MIX_AXES,
+    axes={**_MIX_AXES, "cancels": [False, True]},
     build=lambda p, make: {**_injection(p, make), **_weights(p, make)},
+    edges=_CANCELLING,
     models=_MIX_MODELS,
 )

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 
 from tokenspeed_kernels.cases.paging import strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -39,6 +39,10 @@ rope = CaseSet(
         "strided": [False, True],
     },
     build=_rope,
+    edges=[
+        {"dim": 256, "half": 32, "heads": 24, "dtype": torch.bfloat16, "theta": 1e7},
+        {"dim": 64, "half": 32, "heads": 16, "dtype": torch.bfloat16, "style": "interleaved"},
+    ],
     models={
         "qwen4_exp queries": _QWEN | {"heads": 24, "dim": 256},
         "qwen4_exp indexer": _QWEN | {"heads": 4, "dim": 128},

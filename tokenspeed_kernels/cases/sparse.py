@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 from torch import Tensor
 
 from tokenspeed_kernels.cases.paging import cu_seqlens, distinct_slots, page_table, paged_cache, strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SEQUENCES: list[tuple[tuple[int, int], ...]] = [
@@ -51,7 +51,7 @@ def _index_cache_write(p: Params, make: Make) -> dict[str, Any]:
     ring = torch.full((pool, ring_rows, dim), torch.nan, dtype=dtype)
     raw_k = make.normal(sum(new), dim, dtype=dtype)
     raw_k[torch.tensor(_positions(sequences), dtype=torch.int64) < 0] = torch.nan
-    for slot, (length, count), keys in zip(slots.tolist(), sequences, raw_k.split(new), strict=True):
+    for slot, (length, count), keys in zip(slots.tolist(), sequences, torch.split(raw_k, new), strict=True):
         if slot == -1:
             keys.fill_(torch.nan)
             continue

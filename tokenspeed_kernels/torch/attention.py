@@ -1,7 +1,6 @@
 """Dense attention over a paged cache in plain torch: padded batches, in blocks that bound the memory of the scores."""
 
 import torch
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import attention
@@ -14,6 +13,7 @@ from tokenspeed_kernels.torch.paged import (
     token_sequences,
 )
 from tokenspeed_kernels.torch.softmax import softmax_attention
+from tokenspeed_registry import copy_into, kernel
 
 QUERY_BLOCK = 128
 """Queries of a sequence whose scores are held at once."""
@@ -48,7 +48,8 @@ def paged_attention(
     first = seq_lens.long() - cu_seqlens_q.long().diff() + 1
     visible = first[:, None] + torch.arange(max_q_len, device=q.device)
     outs, lses = [], []
-    for rows, seen in zip(tokens.split(QUERY_BLOCK, dim=1), visible.split(QUERY_BLOCK, dim=1), strict=True):
+    for start in range(0, max(max_q_len, 1), QUERY_BLOCK):
+        rows, seen = tokens[:, start : start + QUERY_BLOCK], visible[:, start : start + QUERY_BLOCK]
         queries = _fold(gather_rows(q, rows).float(), kv_heads)
         block, block_lse = softmax_attention(queries, keys, values, seen[:, None].repeat_interleave(group, -1), scale)
         outs.append(_unfold(block, group))

@@ -41,8 +41,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Chunk:
     """
     size = g.shape[-1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=g.device).tril(-1)
-    # Row i, column j: exp(Σ of g over j < l ≤ i), summed for each pair since a difference of sums from the chunk's start
-    # loses the digits of a small decay after a large one. The sum is empty above the diagonal: no exponent is positive.
+    # Row i, column j: exp(Σ of g over j < l ≤ i), summed for each pair since a difference of sums from the chunk's
+    # start loses the digits of a small decay after a large one. Above the diagonal the sum is empty: no exponent is
+    # positive.
     between = torch.where(earlier, g.unsqueeze(-1), 0.0).cumsum(-2).exp()
     beta = beta.unsqueeze(-1)
     from_start = g.cumsum(-1).exp().unsqueeze(-1)

@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import moe
+from tokenspeed_registry import copy_into, kernel
 
 
 @kernel(moe.moe_route, backend="torch")
@@ -13,11 +13,9 @@ def moe_route(
     logits: Tensor, *, top_k: int, renormalise: bool = True, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     # Chosen by the logits, which order the experts as the probabilities do but never tie by rounding.
-    chosen, experts = logits.float().topk(top_k, dim=-1)
-    if renormalise:
-        weights = chosen.softmax(dim=-1)
-    else:
-        weights = (chosen - logits.float().logsumexp(dim=-1, keepdim=True)).exp()
+    wide = logits.float()
+    chosen, experts = wide.topk(top_k, dim=-1)
+    weights = chosen.softmax(dim=-1) if renormalise else wide.softmax(dim=-1).gather(1, experts)
     result = weights, experts.int()
     return result if out is None else copy_into(out, result)
 
@@ -70,4 +68,4 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 def _split(groups: list[tuple[int, int]], *matrices: Tensor) -> list[tuple[Tensor, ...]]:
     """The rows of each group, for each matrix."""
     counts = [count for _, count in groups]
-    return [matrix.split(counts) for matrix in matrices]
+    return [torch.split(matrix, counts) for matrix in matrices]

@@ -1,10 +1,10 @@
 """Root-mean-square normalisation in plain torch."""
 
 import torch
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import norm
+from tokenspeed_registry import copy_into, kernel
 
 
 @kernel(norm.rms_norm, backend="torch")

@@ -57,19 +57,6 @@ def gather_pages(cache: Tensor, page_table: Tensor, seq_lens: Tensor) -> Tensor:
     return rows.masked_fill_(past.reshape(past.shape + (1,) * (rows.dim() - 2)), 0)
 
 
-def paged_rows(cache: Tensor, page_table: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
-    """Cached rows at single positions: [*position.shape, ...] from a cache [pages, page, ...].
-
-    `sequence` and `position` broadcast against each other; rows at negative positions are zero.
-    """
-    if cache.shape[0] == 0 or page_table.shape[1] == 0:
-        return cache.new_zeros(*(sequence + position).shape, *cache.shape[2:])
-    place = position.clamp_min(0)
-    pages = page_table.long()[sequence, place // cache.shape[1]].clamp_min(0)
-    rows = cache[pages, place % cache.shape[1]]
-    return rows.masked_fill_((position < 0).reshape(position.shape + (1,) * (cache.dim() - 2)), 0)
-
-
 def scatter_rows(pool: Tensor, index: tuple[Tensor, ...], rows: Tensor) -> None:
     """`pool[index] = rows` but for rows whose first index is negative; other indices must be distinct.
 

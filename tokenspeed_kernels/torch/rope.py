@@ -3,13 +3,13 @@
 from typing import Literal
 
 import torch
-from tokenspeed_registry import kernel
 from torch import Tensor
 
-from tokenspeed_kernels import rope as contracts
+from tokenspeed_kernels.rope import rope as rope_op
+from tokenspeed_registry import kernel
 
 
-@kernel(contracts.rope, backend="torch")
+@kernel(rope_op, backend="torch")
 def rope(
     x: Tensor,
     positions: Tensor,

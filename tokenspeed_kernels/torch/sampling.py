@@ -26,11 +26,12 @@ def sample(
     weights = (below / temperature.masked_fill(greedy, 1.0)).exp().masked_fill(dropped, 0.0)
     cumulative = weights.cumsum(1)
     before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
-    # The first token at which the mass reaches top_p is still in; by a top_p of 0 or less, the very first.
-    nucleus = (before < top_p * cumulative[:, -1:]) | (rank == 0) | (top_p >= 1)
+    # The first token at which the mass reaches top_p is still in. A top_p of 0 leaves none.
+    nucleus = (before < top_p * cumulative[:, -1:]) | (top_p >= 1)
     weights = weights.masked_fill(~nucleus, 0.0)
     mass = cumulative.masked_fill(~nucleus, 0.0).amax(1, keepdim=True)
-    # Rounding can lift uniform · mass to the mass itself; the last token with any weight then takes it.
+    # Rounding can lift uniform · mass to the mass itself: the last token with any weight then takes it, and where no
+    # token is left, the first.
     last = (weights > 0).sum(1, keepdim=True) - 1
     chosen = (cumulative <= uniform * mass).sum(1, keepdim=True).minimum(last).clamp_min(0)
     ids = order.gather(1, chosen).squeeze(1)

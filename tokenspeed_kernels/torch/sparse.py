@@ -2,11 +2,13 @@
 
 import torch
 import torch.nn.functional as F
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import sparse
-from tokenspeed_kernels.torch.paged import gather_rows, paged_rows, scatter_rows, token_positions
+from tokenspeed_kernels.torch.norm import rms_norm
+from tokenspeed_kernels.torch.paged import gather_rows, reachable_pages, scatter_rows, token_positions
+from tokenspeed_kernels.torch.rope import rope
+from tokenspeed_registry import kernel
 
 TILE = 2**23
 """Elements of the largest temporary, roughly: longer packed inputs are worked off in tiles of tokens."""
@@ -42,7 +44,8 @@ def index_cache_write(
         keys = torch.where(here.unsqueeze(-1), raw_k[token.clamp_min(0)], old)
         means = keys.float().mean(dim=1).to(raw_k.dtype)
         block = position.clamp_min(0) // ratio
-        block_keys = _rotate(_rms_norm(means, weight, eps), block * ratio, inv_freq)
+        normed = rms_norm.function(means, weight, eps=eps, zero_centred=True)
+        block_keys = rope.function(normed.unsqueeze(1), block * ratio, inv_freq).squeeze(1)
         column = (block // blocks).clamp_max(page_table.shape[1] - 1)
         page = page_table.long()[sequence, column].masked_fill((slot < 0) | (position % ratio != ratio - 1), -1)
         scatter_rows(block_cache, (page, block % blocks), block_keys)
@@ -110,52 +113,43 @@ def sparse_attention(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = q.shape
-    _, page, kv_heads, _ = k_cache.shape
+    cached, page, kv_heads, _ = k_cache.shape
     result = (torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(tokens, heads, dtype=torch.float))
     attended, lse = result if out is None else out
-    if page_table.shape[1] == 0:
+    table = reachable_pages(page_table, seq_lens, page).long()
+    if table.shape[1] == 0:
         return attended.zero_(), lse.fill_(-torch.inf)
+    per_page = page // ratio
     sequence, position = token_positions(cu_seqlens, seq_lens, tokens)
-    keys = _attended_keys(blocks, position, ratio, page_table.shape[1] * page // ratio)
-    places = page_table[sequence[:, None], keys.clamp_min(0) // page]
-    keys = keys.masked_fill_(places < 0, -1)
-    grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
-    tile = max(1, TILE // max(1, keys.shape[1] * kv_heads * dim))
+    block = _attended_blocks(blocks, position, ratio, table.shape[1] * per_page)
+    column, row = block.clamp_min(0) // per_page, block.clamp_min(0) % per_page
+    pages = table[sequence[:, None], column].masked_fill_(block < 0, -1)
+    key = (block * ratio).unsqueeze(-1) + torch.arange(ratio, device=q.device)
+    hidden = ((pages < 0).unsqueeze(-1) | (key > position[:, None, None])).flatten(1)
+    k_blocks, v_blocks = (cache.view(cached, per_page, ratio, kv_heads, dim) for cache in (k_cache, v_cache))
+    grouped = q.view(tokens, kv_heads, heads // kv_heads, dim)
+    tile = max(1, TILE // (hidden.shape[1] * kv_heads * dim))
     for rows in (slice(first, first + tile) for first in range(0, tokens, tile)):
-        where = page_table, sequence[rows, None], keys[rows]
-        k, v = (paged_rows(cache, *where).float() for cache in (k_cache, v_cache))
-        logits = torch.einsum("tkgd,tnkd->tkgn", grouped[rows].float() * scale, k)
-        logits.masked_fill_((keys[rows] < 0)[:, None, None], -torch.inf)
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        # −inf − −inf is NaN: a token without any key has weights of zero.
-        weights = (logits - total.masked_fill(total == -torch.inf, 0.0)).exp_()
-        attended[rows] = torch.einsum("tkgn,tnkd->tkgd", weights, v).flatten(1, 2)
-        lse[rows] = total.flatten(1)
+        place = pages[rows].clamp_min(0), row[rows]
+        k, v = (cache[place].flatten(1, 2).float() for cache in (k_blocks, v_blocks))  # [tile, keys, kv_heads, dim]
+        # A hidden value may be NaN, which a weight of zero does not undo.
+        v.masked_fill_(hidden[rows, :, None, None], 0.0)
+        for kv_head in range(kv_heads):
+            of_head = slice(kv_head * (heads // kv_heads), (kv_head + 1) * (heads // kv_heads))
+            logits = torch.bmm(grouped[rows, kv_head].float() * scale, k[:, :, kv_head].transpose(1, 2))
+            logits.masked_fill_(hidden[rows, None], -torch.inf)
+            total = logits.logsumexp(dim=-1)
+            values = torch.bmm(logits.softmax(dim=-1), v[:, :, kv_head])
+            attended[rows, of_head] = values.masked_fill_((total == -torch.inf).unsqueeze(-1), 0.0)
+            lse[rows, of_head] = total
     return attended, lse
 
 
-def _attended_keys(blocks: Tensor, position: Tensor, ratio: int, limit: int) -> Tensor:
-    """Positions of the keys of each token, in any order, [tokens, keys]; a negative one is none."""
+def _attended_blocks(blocks: Tensor, position: Tensor, ratio: int, limit: int) -> Tensor:
+    """The blocks that each token attends to, [tokens, count]: the chosen ones, then the open one; -1 is none."""
     complete = ((position + 1) // ratio)[:, None]
     chosen = blocks.long().masked_fill(blocks >= complete, -1)
     if limit < chosen.shape[1]:  # no sequence has more blocks than that: drop filling
         chosen = chosen.topk(limit, dim=-1).values
-    of_blocks = chosen.unsqueeze(-1) * ratio + torch.arange(ratio, device=blocks.device)
-    of_blocks = of_blocks.masked_fill_(chosen.unsqueeze(-1) < 0, -1).flatten(1)
-    tail = complete * ratio + torch.arange(ratio - 1, device=blocks.device)
-    return torch.cat([of_blocks, tail.masked_fill_(tail > position[:, None], -1)], dim=1)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zero-centred RMS norm in float32, rounded once."""
-    wide = x.float()
-    return (wide * (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * (1 + weight.float())).to(x.dtype)
-
-
-def _rotate(x: Tensor, position: Tensor, inv_freq: Tensor) -> Tensor:
-    """RoPE in NeoX pairs over the first 2·half dims of x [rows, dim]; cosines and result are rounded to its dtype."""
-    half = inv_freq.shape[0]
-    angle = position.float()[:, None] * inv_freq
-    cos, sin = angle.cos().to(x.dtype).float(), angle.sin().to(x.dtype).float()
-    a, b, rest = x.float().tensor_split([half, 2 * half], dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+    tail = complete.masked_fill(position[:, None] < complete * ratio, -1)
+    return torch.cat([chosen, tail], dim=1)

@@ -20,7 +20,6 @@ class StopStrings:
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             _, start = min(found)
-            self._held = ""
             return text[:start], True
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]

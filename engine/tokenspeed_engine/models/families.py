@@ -1,17 +1,22 @@
 """Which model families there are, and what each brings.
 
-Imports no torch; the modules of a family load when a checkpoint asks for it.
+Imports no torch; the modules of a family load when a checkpoint asks for it, those that compute when it is built.
 """
 
 import importlib
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tokenspeed_engine.checkpoint.errors import ConfigError
 from tokenspeed_engine.checkpoint.plan import WeightPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenspeed_engine.checkpoint.load import Weights
+    from tokenspeed_engine.execution.batch import Batch
 
 _FAMILY_MODULES = {
     "qwen4_exp": "tokenspeed_engine.models.qwen4_exp.family",
@@ -38,16 +43,69 @@ class ModelConfig(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """A model as its config.json describes it.
+Caches = Any
+"""What a model keeps of its sequences. Only the model looks inside, so families need not have anything in common."""
 
-    `weight_plan` takes the tensor names of the checkpoint, since their prefix differs between the classes that save it.
-    """
 
-    family: str
-    config: ModelConfig
-    weight_plan: Callable[[Collection[str]], WeightPlan]
+class CacheBytes(NamedTuple):
+    """Memory that a model's caches take: for each page of tokens, and for each sequence's slot."""
+
+    per_page: int
+    per_slot: int
+
+
+class Model(Protocol):
+    """A model ready to run."""
+
+    def forward(self, batch: "Batch", caches: Caches) -> "torch.Tensor":
+        """Runs every token of `batch`; returns logits Float32 [R, vocab] after its R `sampled` tokens.
+
+        `caches` come from the same model's `allocate_caches` and are changed in place, in the pages and slots of the
+        batch alone. What the sequences had before is taken from there; a `fresh` row's slot counts as empty whatever
+        it holds, and no page is read where nothing was written.
+        """
+        ...
+
+
+class ModelDescription(Protocol):
+    """A model as its config.json describes it."""
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens before a row's first one that the model looks at, beside its caches."""
+        ...
+
+    @property
+    def context_fill(self) -> int:
+        """The id that stands for them before the start of a sequence."""
+        ...
+
+    def weight_plan(self, names: Collection[str]) -> WeightPlan:
+        """What a checkpoint holds; `names` are those on disk, since classes that save it differ in their prefix."""
+        ...
+
+    def build(self, weights: "Weights") -> Model:
+        """The model of loaded weights, on their device and in their dtype; `weights` may be dropped afterwards."""
+        ...
+
+    def cache_bytes(self, page_size: int, dtype: "torch.dtype") -> CacheBytes:
+        """What `allocate_caches` will take. Raises ValueError for a page size that the model cannot use."""
+        ...
+
+    def allocate_caches(
+        self, num_pages: int, page_size: int, num_slots: int, dtype: "torch.dtype", device: "torch.device"
+    ) -> Caches:
+        """Caches of any content, for `Model.forward` only. `dtype` is that of the weights.
+
+        Raises ValueError for a page size that the model cannot use.
+        """
+        ...
 
 
 def read_model(folder: Path) -> ModelDescription:

@@ -21,20 +21,8 @@ from tokenspeed_engine.control import (
 
 EOS = 0
 PIECES = (
-    b"",
-    b"a",
-    b"b",
-    b"ab",
-    b"ba",
-    b" c",
-    b"aba",
-    b"\xc3",
-    b"\xa9",
-    b"\xf0",
-    b"\x9f",
-    b"\xf0\x9f\x98",
-    b"\x98",
-    b"\x80",
+    *(b"", b"a", b"b", b"ab", b"ba", b" c", b"aba"),
+    *(b"\xc3", b"\xa9", b"\xf0", b"\x9f", b"\xf0\x9f\x98", b"\x98", b"\x80", b"a\xf0\x9f", b"\x98\x80b"),
 )
 VOCAB = len(PIECES)
 _MASK = (1 << 64) - 1

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+
+from tests.engine.control.fake import EOS, VOCAB, FakeExecutor, FakeTokenizer, expected_tokens
 from tokenspeed_engine.control import (
     Accepted,
     ControlConfig,
@@ -16,8 +18,7 @@ from tokenspeed_engine.control import (
     StepResult,
     TokenLogprobs,
 )
-
-from tests.engine.control.fake import EOS, VOCAB, FakeExecutor, FakeTokenizer, expected_tokens
+from tokenspeed_engine.control.lifecycle import Finished
 
 CONFIG = ControlConfig(page_size=2, num_pages=16, num_slots=3, max_batch=3, max_step_tokens=4, max_context=20)
 PARAMS = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
@@ -50,9 +51,9 @@ def is_free(core: EngineCore) -> bool:
     ("prompt", "params", "message"),
     [
         ([], PARAMS, "prompt: expected at least one token, got none"),
-        ([1, VOCAB], PARAMS, r"prompt\[1\]: expected a token id from 0 to 13, got 14"),
-        ([-1], PARAMS, r"prompt\[0\]: expected a token id from 0 to 13, got -1"),
-        ([True], PARAMS, r"prompt\[0\]: expected a token id from 0 to 13, got True"),
+        ([1, VOCAB], PARAMS, r"prompt\[1\]: expected a token id from 0 to 15, got 16"),
+        ([-1], PARAMS, r"prompt\[0\]: expected a token id from 0 to 15, got -1"),
+        ([True], PARAMS, r"prompt\[0\]: expected a token id from 0 to 15, got True"),
         ([1] * 21, PARAMS, "prompt: 21 tokens are more than the context of 20 tokens"),
         ([1], replace(PARAMS, stop=("a",)), "stop: stop strings need a tokenizer, and this model has none"),
     ],
@@ -125,13 +126,17 @@ def test_the_end_of_sequence_ends_unless_ignored() -> None:
         assert "".join(output.text for output in outputs) == ("ab" if ignore else "a")
 
 
-def test_a_stop_inside_an_accepted_block_ends_and_frees() -> None:
+def test_a_stop_inside_an_accepted_block_ends_and_frees(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_over(Scripted((1,), (2, 1, 2)))
+    finished: list[Finished] = []
+    finish = core.scheduler.finish
+    monkeypatch.setattr(core.scheduler, "finish", lambda *args: finished.append(finish(*args)))
     core.add("a", [5], replace(PARAMS, max_new_tokens=9, stop=("ba",)))
     outputs = run(core)["a"]
     assert ids_of(outputs) == [1, 2, 1]
     assert [(output.text, output.finish_reason) for output in outputs] == [("a", None), ("", "stop")]
     assert outputs[-1].usage.completion_tokens == 3
+    assert [(end.reason, end.tokens.span(0, 99)) for end in finished] == [("stop", (5, 1, 2, 1))]
     assert is_free(core)
 
 
@@ -203,6 +208,18 @@ def test_an_abort_during_a_step_frees_after_it(step: int) -> None:
     assert ids_of(outputs) == expected_tokens([1] * 6, PARAMS, 0, max(0, step - 1))
 
 
+def test_the_id_of_an_abort_during_a_step_can_come_again() -> None:
+    def during(number: int) -> None:
+        if number == 0:
+            core.abort("a")
+
+    core = core_over(Interfering(during))
+    core.add("a", [1], PARAMS)
+    core.step()
+    core.add("a", [1], PARAMS)
+    assert ids_of(run(core)["a"]) == expected_tokens([1], PARAMS, 0, 4)
+
+
 def test_an_abort_during_a_step_of_one_that_waits() -> None:
     def during(number: int) -> None:
         if number == 0:
@@ -261,7 +278,7 @@ def test_a_result_that_does_not_fit_its_row_ends_that_request(
     bad: Accepted, logprobs: int | None, message: str
 ) -> None:
     core = core_over(Answering(bad, Accepted((1,))))
-    core.add("bad", [1], replace(PARAMS, logprobs=logprobs))
+    core.add("bad", [1, 1], replace(PARAMS, logprobs=logprobs))
     core.add("good", [1], replace(PARAMS, max_new_tokens=1))
     bad_output, good_output = core.step()
     assert bad_output.finish_reason == "error"

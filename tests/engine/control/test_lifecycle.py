@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+
 from tokenspeed_engine.control import SamplingParams, StateReusedError
 from tokenspeed_engine.control.lifecycle import Decoding, Prefilling, Waiting
 from tokenspeed_engine.control.pages import PageLease, PagePool

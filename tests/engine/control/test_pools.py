@@ -1,6 +1,7 @@
 """Pages and slots have one holder at a time and come back once."""
 
 import pytest
+
 from tokenspeed_engine.control import LeaseError
 from tokenspeed_engine.control.pages import PagePool
 from tokenspeed_engine.control.slots import StatePool

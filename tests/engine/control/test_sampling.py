@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+
 from tokenspeed_engine.control import ControlConfig, SamplingParams
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
-from tokenspeed_engine.control import ControlConfig, EngineCore, RequestRefusedError, Row, SamplingParams, StepPlan
 
 from tests.engine.control.fake import VOCAB, FakeExecutor, expected_tokens
+from tokenspeed_engine.control import ControlConfig, EngineCore, RequestRefusedError, Row, SamplingParams, StepPlan
 
 ROOMY = ControlConfig(page_size=4, num_pages=64, num_slots=8, max_batch=8, max_step_tokens=8, max_context=64)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
@@ -142,6 +142,46 @@ def test_the_youngest_gives_way_and_resumes_with_the_same_tokens(temperature: fl
         "old": expected_tokens([1, 2], params, 5, 6),
         "young": expected_tokens([3, 4], params, 5, 6),
     }
+
+
+def test_what_was_preempted_comes_back_before_what_waits() -> None:
+    engine = Engine(replace(ROOMY, num_pages=5, page_size=2, max_batch=2))
+    engine.add("old", [1, 2])
+    engine.add("young", [3, 4])
+    engine.add("later", [5, 6], replace(GREEDY, max_new_tokens=1))
+    plans = []
+    while engine.core.has_work:
+        plans.append(engine.step())
+    assert [row.request_id for plan in plans for row in plan.rows if row.fresh] == ["old", "young", "young", "later"]
+
+
+def test_nothing_is_admitted_into_the_last_pages_that_others_will_need() -> None:
+    engine = Engine(replace(ROOMY, num_pages=4, page_size=2))
+    engine.add("old", [1, 2], replace(GREEDY, max_new_tokens=4))
+    engine.step()
+    engine.add("young", [3] * 4, replace(GREEDY, max_new_tokens=4))
+    plans = [engine.step() for _ in range(8) if engine.core.has_work]
+    assert [row.request_id for plan in plans for row in plan.rows if row.fresh] == ["young"]
+    assert set(engine.reasons) == {"old", "young"}
+
+
+@pytest.mark.parametrize(("max_new_tokens", "together"), [(1, True), (2, False)])
+def test_a_page_is_kept_only_for_one_that_will_grow(max_new_tokens: int, together: bool) -> None:
+    engine = Engine(replace(ROOMY, num_pages=4, page_size=2))
+    engine.add("first", [1, 2], replace(GREEDY, max_new_tokens=max_new_tokens))
+    engine.add("second", [3] * 6, replace(GREEDY, max_new_tokens=1))
+    assert [row.request_id for row in engine.step().rows] == ["first", "second"][: 2 if together else 1]
+    engine.finish(most_steps=4)
+
+
+def test_a_prompt_takes_pages_only_when_a_step_has_tokens_for_it() -> None:
+    engine = Engine(ROOMY)
+    for i in range(3):
+        engine.add(f"r{i}", [i] * 10)
+    engine.step()
+    assert (engine.core.scheduler.num_running, engine.core.scheduler.num_waiting) == (1, 2)
+    engine.step()
+    assert (engine.core.scheduler.num_running, engine.core.scheduler.num_waiting) == (2, 1)
 
 
 def test_whole_pool_requests_one_after_the_other_never_starve() -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given, settings
+
 from tokenspeed_engine.control import Detokenizer, RequestOutput, SamplingParams, Tokenizer, TokenLogprobs
 from tokenspeed_engine.control.output import OutputStream
 from tokenspeed_engine.control.request import Request
@@ -27,7 +28,7 @@ class ByteFallbackTokenizer:
     """As with a byte fallback: each byte of an unfinished character shows, a leading space does not."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        data = bytes(ids)
+        data = bytes(token for token in ids if token != END)
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -61,10 +62,31 @@ def test_pieces_add_up_to_the_whole_even_of_bytes_that_are_no_text(ids: list[int
 
 
 @settings(deadline=None)
-@given(TEXTS.map(lambda text: text.replace("\ufffd", "")))
-def test_a_leading_space_is_dropped_only_where_the_text_begins(text: str) -> None:
+@given(st.lists(st.sampled_from([*(bytes([b]) for b in b" ab"), "é".encode(), "😀".encode(), None]), max_size=12))
+def test_a_leading_space_is_dropped_only_where_the_text_begins(parts: list[bytes | None]) -> None:
+    ids = [token for part in parts for token in (part if part is not None else [END])]
+    text = b"".join(part for part in parts if part is not None).decode()
     detokenizer = Detokenizer(ByteFallbackTokenizer())
-    assert "".join(map(detokenizer.push, text.encode())) + detokenizer.flush() == text.removeprefix(" ")
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text.removeprefix(" ")
+
+
+@settings(deadline=None)
+@given(TEXTS, st.lists(st.integers(0, 40), max_size=8))
+def test_tokens_may_end_anywhere_in_a_character(text: str, cuts: list[int]) -> None:
+    data = text.encode()
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    chunks = [data[start:end] for start, end in pairwise(bounds)]
+
+    class ChunkTokenizer:
+        def decode(self, ids: Sequence[int]) -> str:
+            return b"".join(chunks[token] for token in ids).decode(errors="replace")
+
+    detokenizer = Detokenizer(ChunkTokenizer())
+    out = ""
+    for token, end in enumerate(bounds[1:]):
+        out += detokenizer.push(token)
+        assert out == data[:end].decode(errors="ignore").rstrip("\ufffd")
+    assert out + detokenizer.flush() == text
 
 
 def test_a_long_text_is_not_decoded_from_its_beginning_at_each_token() -> None:
@@ -88,6 +110,7 @@ def test_a_long_text_is_not_decoded_from_its_beginning_at_each_token() -> None:
     stops=st.lists(TEXTS.filter(bool).map(lambda text: text[:4]), min_size=1, max_size=3),
 )
 @example(text="xab", cuts=[], stops=["b", "ab"])
+@example(text="abcd", cuts=[], stops=["abcd", "bc"])
 @example(text="aab", cuts=[1, 2], stops=["ab"])
 @example(text="abac", cuts=[1, 2, 3], stops=["abad", "ac"])
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(text: str, cuts: list[int], stops: list[str]) -> None:

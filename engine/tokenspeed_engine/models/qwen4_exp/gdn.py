@@ -1,0 +1,70 @@
+"""Linear attention: a gated delta rule behind a short convolution, with a gated norm on its output."""
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from tokenspeed_engine.checkpoint.load import Weights
+from tokenspeed_engine.models.qwen4_exp.caches import Caches
+from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
+from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
+from tokenspeed_engine.models.qwen4_exp.step import Step
+from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_gates, gdn_prefill
+from tokenspeed_kernels.linear import linear
+
+
+class GatedDeltaNet:
+    """The mixer of a linear-attention layer."""
+
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, layer: int) -> None:
+        prefix = f"layers.{layer}.linear_attn."
+        self.layer = layer
+        self.k_heads, self.v_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.d_k, self.d_v = config.linear_key_head_dim, config.linear_value_head_dim
+        self.eps = config.rms_norm_eps
+        self.output_gate = cast(Literal["sigmoid", "silu"], config.output_gate)
+        parts = [weights[f"{prefix}in_proj_{part}"] for part in ("qkv", "z", "b", "a")]
+        self.in_proj = torch.cat(parts)
+        self.in_widths = [part.shape[0] for part in parts]
+        self.qkv_widths = [config.linear_key_dim, config.linear_key_dim, config.linear_value_dim]
+        self.conv = ShortConvolution(weights[f"{prefix}conv1d"])
+        self.a_log, self.dt_bias = weights[f"{prefix}A_log"], weights[f"{prefix}dt_bias"]
+        self.norm = weights[f"{prefix}norm"]
+        self.out_proj = weights[f"{prefix}out_proj"]
+
+    def __call__(self, u: Tensor, step: Step, caches: Caches) -> Tensor:
+        """u: [T, hidden]. Returns [T, hidden]; the layer's state and history advance in place."""
+        cache = caches.delta[self.layer]
+        qkv, z, b, a = linear(u, self.in_proj).split_with_sizes(self.in_widths, dim=-1)
+        q, k, v = self.conv(qkv, cache.conv, step).split_with_sizes(self.qkv_widths, dim=-1)
+        g, beta = gdn_gates(a, b, self.a_log, self.dt_bias)
+        tokens = u.shape[0]
+        q, k = q.view(tokens, self.k_heads, self.d_k), k.view(tokens, self.k_heads, self.d_k)
+        v, z = v.view(tokens, self.v_heads, self.d_v), z.view(tokens, self.v_heads, self.d_v)
+        o = self._delta_rule(q, k, v, g, beta, cache.state, step)
+        o = gated_rms_norm(o, z, self.norm, eps=self.eps, activation=self.output_gate)
+        return linear(o.flatten(1), self.out_proj)
+
+    def _delta_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, step: Step
+    ) -> Tensor:
+        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        n, scale = step.decodes, self.d_k**-0.5
+        if n:
+            gdn_decode(q[:n], k[:n], v[:n], g[:n], beta[:n], state, step.decode_slots, scale=scale, out=o[:n])
+        if step.has_prefills:
+            gdn_prefill(
+                q[n:],
+                k[n:],
+                v[n:],
+                g[n:],
+                beta[n:],
+                state,
+                step.prefill_slots,
+                step.prefill_cu_seqlens,
+                step.prefill_fresh,
+                scale=scale,
+                out=o[n:],
+            )
+        return o

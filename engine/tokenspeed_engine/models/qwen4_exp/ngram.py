@@ -1,0 +1,57 @@
+"""The n-gram block: embeddings of the last few tokens, injected into the residual streams that ask for them."""
+
+import torch
+from torch import Tensor
+
+from tokenspeed_engine.checkpoint.load import Weights
+from tokenspeed_engine.models.qwen4_exp.caches import Caches
+from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
+from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
+from tokenspeed_engine.models.qwen4_exp.ngram_hash import ngram_hash
+from tokenspeed_engine.models.qwen4_exp.step import Step
+from tokenspeed_kernels.linear import linear
+from tokenspeed_kernels.ngram import ngram_embed, ngram_gate, ngram_inject
+
+
+class NgramBlock:
+    """The n-gram block of layer `layer`, the `index`-th that the model has."""
+
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, layer: int, index: int) -> None:
+        prefix = f"layers.{layer}.ple."
+        self.layer = layer
+        self.eps = config.rms_norm_eps
+        self.eos = config.hash_eos_token_id
+        self.table = weights[f"{prefix}ple_embedding.ngram_embedding"]
+        constants = ngram_hash(config, index)
+        self.multipliers, self.moduli, self.offsets = (
+            torch.tensor(values, dtype=torch.int64, device=self.table.device)
+            for values in (constants.multipliers, constants.moduli, constants.offsets)
+        )
+        self.key_proj = weights[f"{prefix}key_proj"]
+        self.value_proj = weights[f"{prefix}value_proj"]
+        shape = (config.hc_count, config.hidden_size)
+        self.norm_key = weights[f"{prefix}norm_key"].view(shape)
+        self.norm_query = weights[f"{prefix}norm_query"].view(shape)
+        self.norm_conv = weights[f"{prefix}norm_conv"].view(shape)
+        self.conv = ShortConvolution(weights[f"{prefix}conv1d"], dilation=config.ngram_size)
+
+    def __call__(self, x: Tensor, step: Step, caches: Caches) -> None:
+        """Adds to the streams x [T, streams, hidden] in place; the layer's history advances."""
+        batch = step.batch
+        embedded = ngram_embed(
+            batch.ids,
+            batch.context,
+            batch.cu_seqlens,
+            self.multipliers,
+            self.moduli,
+            self.offsets,
+            self.table,
+            None,
+            eos=self.eos,
+            dtype=x.dtype,
+        )
+        key = linear(embedded, self.key_proj).view(x.shape)
+        value = linear(embedded, self.value_proj)
+        gated, conv_input = ngram_gate(x, key, value, self.norm_key, self.norm_query, self.norm_conv, eps=self.eps)
+        convolved = self.conv(conv_input.flatten(1), caches.ngram[self.layer], step)
+        ngram_inject(x, gated, convolved.view(x.shape))

@@ -1,0 +1,361 @@
+"""Every kind of wrong kernel is caught, and what a kernel declares it cannot do is refused, counted and probed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Float32, Int32
+from torch import Tensor
+
+from tests.registry.toys import DOUBLE, FILL, double, doubling, fill_rows, new_registry, toy
+from tokenspeed_registry import Dim, Kernel, copy_into, kernel
+from tokenspeed_registry.cases import CaseSet
+from tokenspeed_registry.conformance import Outcome, Report, check_kernel, error_of
+
+CPU = torch.device("cpu")
+
+
+def softmax_lse(
+    x: Float32[Tensor, "tokens dim"],
+    index: Int32[Tensor, ""],
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> tuple[Float32[Tensor, "tokens dim"], Float32[Tensor, "tokens"], Int32[Tensor, "tokens"]]:
+    """Softmax, its log-sum-exp (-inf for an empty row) and the largest index."""
+    lse = x.double().logsumexp(-1)
+    return (x.double() - lse[:, None]).exp().nan_to_num(0.0), lse, (x.argmax(-1) + index).int()
+
+
+softmax_cases = CaseSet(
+    axes={"tokens": [4, 0], "dim": [3]},
+    build=lambda p, make: {
+        "x": torch.cat([make.normal(p["tokens"], p["dim"]), torch.full((1, p["dim"]), -torch.inf)]),
+        "index": torch.tensor(1, dtype=torch.int32),
+    },
+)
+
+OP: Any = toy(new_registry(), double, **DOUBLE)
+FILL_OP: Any = toy(new_registry(), fill_rows, **FILL)
+SOFTMAX_OP: Any = toy(
+    new_registry(),
+    softmax_lse,
+    cases="tests.registry.test_conformance:softmax_cases",
+    outputs=("weights", "lse", "largest"),
+)
+
+
+def report_of(target: Any, function: Callable[..., Any], **facts: Any) -> Report:
+    found: Kernel = kernel(target, backend="mine", **facts)(function)
+    return check_kernel(target.contract, found, CPU)
+
+
+def right(x: Tensor, *, out: Any = None) -> Any:
+    return copy_into(out, 2 * x)
+
+
+def one_element(x: Tensor, *, out: Any = None) -> Any:
+    right(x, out=out)
+    if out.numel():
+        out.view(-1)[-1] *= 1.01
+    return out
+
+
+def unwritten(x: Tensor, *, out: Any = None) -> Any:
+    out[:, :-1].copy_(2 * x[:, :-1])
+    return out
+
+
+def last_row_unwritten(x: Tensor, *, out: Any = None) -> Any:
+    out[:2].copy_(2 * x[:2])
+    return out
+
+
+def input_changed(x: Tensor, *, out: Any = None) -> Any:
+    right(x, out=out)
+    x.mul_(2)
+    return out
+
+
+def input_sign_of_zero_changed(x: Tensor, *, out: Any = None) -> Any:
+    right(x, out=out)
+    x[x.abs() < 1] *= -1.0
+    return out
+
+
+def out_ignored(x: Tensor, *, out: Any = None) -> Any:
+    return 2 * x
+
+
+def out_returned_untouched(x: Tensor, *, out: Any = None) -> Any:
+    return out
+
+
+def nothing_returned(x: Tensor, *, out: Any = None) -> Any:
+    right(x, out=out)
+
+
+def two_returned(x: Tensor, *, out: Any = None) -> Any:
+    return right(x, out=out), out
+
+
+def other_shape_returned(x: Tensor, *, out: Any = None) -> Any:
+    return right(x, out=out).T
+
+
+def raises(x: Tensor, *, out: Any = None) -> Any:
+    raise RuntimeError("illegal memory access")
+
+
+def raises_on_empty(x: Tensor, *, out: Any = None) -> Any:
+    assert len(x), "grid of no blocks"
+    return right(x, out=out)
+
+
+def infinite(x: Tensor, *, out: Any = None) -> Any:
+    right(x, out=out)
+    out[x > 0] = torch.inf
+    return out
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [
+        (one_element, "error .* above"),
+        (unwritten, "error inf above"),
+        (last_row_unwritten, "error inf above"),
+        (input_changed, "changed its input x"),
+        (input_sign_of_zero_changed, "changed its input x"),
+        (out_ignored, "did not return the given out"),
+        (out_returned_untouched, "error inf above"),
+        (nothing_returned, "raised ValueError"),
+        (two_returned, "raised ValueError"),
+        (other_shape_returned, r"doubled has shape \(4, 3\), not \(3, 4\)"),
+        (raises, "raised RuntimeError: illegal memory access"),
+        (raises_on_empty, "grid of no blocks"),
+        (infinite, "error inf above"),
+    ],
+)
+def test_planted_fault_is_caught(function: Callable[..., Any], fault: str) -> None:
+    report = report_of(OP, function)
+    assert not report.ok
+    assert report.failures
+    assert any(_matches(fault, failure) for failure in report.failures), report.failures
+    assert not report.worst.ok
+
+
+def _matches(pattern: str, text: str) -> bool:
+    import re
+
+    return re.search(pattern, text) is not None
+
+
+def test_a_failure_names_its_case() -> None:
+    report = report_of(OP, raises_on_empty)
+    assert all(failure.startswith("tokens=0, dim=") for failure in report.failures)
+    assert len(report.failures) < report.cases
+
+
+def test_right_kernel_passes_every_case() -> None:
+    report = report_of(OP, right)
+    assert report.ok
+    assert report.refused == 0
+    assert report.cases == len({str(case) for case in double_case_list()})
+    assert report.worst.ok
+    assert (report.op, report.kernel, report.backend) == ("double", "mine.double", "mine")
+
+
+def double_case_list() -> list[Any]:
+    from tests.registry.toys import double_cases
+
+    return double_cases.cases()
+
+
+def test_the_reference_passes() -> None:
+    registry = new_registry()
+    op = toy(registry, double, **DOUBLE)
+    (reference,) = registry.kernels()
+    report = check_kernel(op.contract, reference, CPU)
+    assert report.ok
+    assert 0 < report.worst.error <= report.worst.tolerance or report.worst.error == 0.0
+
+
+def writes_all(pool: Tensor, rows: Tensor, values: Tensor) -> None:
+    fill_rows(pool, rows, values)
+
+
+def touches_another_row(pool: Tensor, rows: Tensor, values: Tensor) -> None:
+    fill_rows(pool, rows, values)
+    others = [row for row in range(len(pool)) if row not in rows.tolist()]
+    pool[others[-1], 0] *= 1 + 2**-23
+
+
+def misses_a_row(pool: Tensor, rows: Tensor, values: Tensor) -> None:
+    fill_rows(pool, rows[:-1], values[:-1])
+
+
+def writes_a_near_value(pool: Tensor, rows: Tensor, values: Tensor) -> None:
+    fill_rows(pool, rows, values * 1.001)
+
+
+def changes_the_rows(pool: Tensor, rows: Tensor, values: Tensor) -> None:
+    fill_rows(pool, rows, values)
+    rows.fill_(0)
+
+
+def test_mutated_pool() -> None:
+    assert report_of(FILL_OP, writes_all).ok
+    faults: dict[Callable[..., Any], str] = {
+        touches_another_row: "which the call does not touch",
+        misses_a_row: "error .* above",
+        writes_a_near_value: "error .* above",
+        changes_the_rows: "changed its input rows",
+    }
+    for function, fault in faults.items():
+        report = report_of(FILL_OP, function)
+        assert any(_matches(fault, failure) for failure in report.failures), (function, report.failures)
+
+
+def softmax(**wrong: Any) -> Callable[..., Any]:
+    def run(x: Tensor, index: Tensor, *, out: Any = None) -> Any:
+        weights, lse, largest = (
+            result.to(target.dtype) for result, target in zip(softmax_lse(x, index), out, strict=True)
+        )
+        empty = lse.isinf()
+        if "lse" in wrong:
+            lse = torch.where(empty, torch.tensor(wrong["lse"]), lse)
+        if "weights" in wrong:
+            weights[empty] = wrong["weights"]
+        return copy_into(out, (weights, lse, largest + wrong.get("largest", 0)))
+
+    return run
+
+
+def test_infinities_nans_and_integers_are_exact() -> None:
+    assert report_of(SOFTMAX_OP, softmax()).ok
+    for wrong in ({"lse": torch.inf}, {"lse": -1e30}, {"lse": torch.nan}, {"weights": torch.nan}, {"largest": 1}):
+        report = report_of(SOFTMAX_OP, softmax(**wrong))
+        assert len(report.failures) == report.cases, wrong
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "error"),
+    [
+        ([1.0, -torch.inf], [1.0, -torch.inf], 0.0),
+        ([1.0, torch.inf], [1.0, -torch.inf], torch.inf),
+        ([1.0, 0.0], [1.0, torch.nan], torch.inf),
+        ([1.0, torch.nan], [1.0, torch.nan], 0.0),
+        ([torch.nan, 1.0], [1.0, torch.nan], torch.inf),
+        ([torch.inf], [torch.nan], torch.inf),
+        ([torch.inf], [3e38], torch.inf),
+        ([1.0, 1.1], [1.0, 1.0], 0.05),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([0.0, 1e-30], [0.0, 0.0], torch.inf),
+        ([], [], 0.0),
+    ],
+)
+def test_error(got: list[float], wanted: list[float], error: float) -> None:
+    found = error_of(torch.tensor(got), torch.tensor(wanted))
+    if error == torch.inf:
+        assert found > 1e100
+    else:
+        assert found == pytest.approx(error, rel=1e-6)
+
+
+def test_error_of_exact_types() -> None:
+    for dtype in (torch.int32, torch.int64, torch.bool, torch.uint8):
+        ones = torch.ones(3, dtype=dtype)
+        assert error_of(ones, ones) == 0.0
+        assert error_of(torch.tensor([1, 1, 0], dtype=dtype), ones) == torch.inf
+
+
+def test_refused_cases_are_counted_and_edges_run() -> None:
+    ran: list[tuple[int, ...]] = []
+
+    def run(x: Tensor, *, out: Any = None) -> Any:
+        ran.append(tuple(x.shape))
+        return right(x, out=out)
+
+    limits = [Dim("tokens") >= 2, Dim("tokens") <= 7, Dim("dim").in_(4, 12, 20)]
+    report = report_of(OP, run, constraints=limits)
+    assert report.ok
+    assert report.refused > 0
+    assert report.cases == len(ran)
+    assert {(2, 4), (7, 4), (3, 12), (3, 20)} <= set(ran)
+    assert all(2 <= tokens <= 7 and dim in (4, 12, 20) for tokens, dim in ran)
+
+
+def test_a_bound_that_the_kernel_does_not_keep_is_caught() -> None:
+    def narrow(x: Tensor, *, out: Any = None) -> Any:
+        out[:6].copy_(2 * x[:6])
+        return out
+
+    assert report_of(OP, narrow, constraints=[Dim("tokens") <= 6]).ok
+    assert not report_of(OP, narrow, constraints=[Dim("tokens") <= 7]).ok
+
+
+def test_a_kernel_that_no_case_reaches_is_not_ok() -> None:
+    report = report_of(OP, right, dtypes={"x": [torch.float16]})
+    assert (report.cases, report.failures, report.ok) == (0, [], False)
+    assert report.refused == len(double_case_list())
+
+
+def test_cases_may_be_given() -> None:
+    (case,) = double_case_list()[:1]
+    assert check_kernel(OP.contract, doubling(OP, "given"), CPU, [case]).cases == 1
+
+
+def shrink(lengths: Int32[Tensor, "slots"], x: Float32[Tensor, "tokens dim"], *, backend: str | None = None) -> None:
+    """Mutates a tensor of one dim; reads a strided one."""
+    lengths[0] = x.shape[0]
+
+
+shrink_cases = CaseSet(
+    axes={"tokens": [3]},
+    build=lambda p, make: {
+        "lengths": torch.tensor([9, 9, 9], dtype=torch.int32),
+        "x": make.normal(p["tokens"], 8)[:, :4],
+    },
+)
+
+
+def test_pools_of_one_dim_and_strided_inputs() -> None:
+    facts: dict[str, Any] = {"cases": "tests.registry.test_conformance:shrink_cases", "mutates": ("lengths",)}
+    op = toy(new_registry(), shrink, **facts, strided=("x",))
+    strides: list[tuple[int, ...]] = []
+
+    def run(lengths: Tensor, x: Tensor) -> None:
+        strides.append(x.stride())
+        shrink(lengths, x)
+
+    def wrong(lengths: Tensor, x: Tensor) -> None:
+        shrink(lengths, x)
+        lengths[2] = 8
+
+    assert report_of(op, run).ok
+    assert strides == [(8, 1)]
+    assert not report_of(op, wrong).ok
+
+
+def nearly(arguments: Any, got: Any, wanted: Any) -> float:
+    return float("nan") if got[0].numel() else 0.0
+
+
+custom_cases = CaseSet(axes={"tokens": [3]}, build=lambda p, make: {"x": make.normal(p["tokens"], 4)}, compare=nearly)
+
+
+def test_own_comparison_that_answers_nan_fails() -> None:
+    op = toy(new_registry(), double, **(DOUBLE | {"cases": "tests.registry.test_conformance:custom_cases"}))
+    report = report_of(op, right)
+    assert len(report.failures) == report.cases == 1
+    assert not report.worst.ok
+
+
+def test_severity_compares_outcomes_of_different_tolerance() -> None:
+    loose, tight = Outcome(0.1, 0.2), Outcome(1e-6, 1e-7)
+    assert tight.severity > 1 > loose.severity
+    assert Outcome(0.0, 0.0).severity == 0.0
+    assert Outcome(1e-9, 0.0).severity == torch.inf
+    assert Outcome(0.0, 1.0, "fault").severity == torch.inf
+    assert Outcome(float("nan"), 1.0).severity == torch.inf

@@ -1,0 +1,412 @@
+"""Which kernel serves: explicit choices are strict, limits hold call by call, and every verdict carries its reasons."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.registry.toys import BLEND, DOUBLE, blend, blend_arguments, double, doubling, new_registry, toy, with_kernels
+from tokenspeed_registry import (
+    Dim,
+    Dtype,
+    Flag,
+    Given,
+    Kernel,
+    NoKernelError,
+    RegistrationError,
+    Registry,
+    ShapeError,
+    Signature,
+    UnknownNameError,
+    arch,
+    feature,
+    kernel,
+    known_platform,
+    override_platform,
+    trace,
+    use,
+    vendor,
+)
+from tokenspeed_registry.evidence import Level, Record, Timing, compiler_version
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+def setting(*names: str, **settings: Any) -> tuple[Registry, Any, list[str]]:
+    """A registry with kernels of `double` called `names`, and the list of what ran."""
+    registry = new_registry(**settings)
+    op = toy(registry, double, **DOUBLE)
+    ran: list[str] = []
+    with_kernels(registry, [doubling(op, name, ran) for name in names])
+    return registry, op, ran
+
+
+@contextmanager
+def ran_by(ran: list[str], *names: str) -> Iterator[None]:
+    """Asserts, by the trace and by the kernels' own notes, which kernels served the calls of a block."""
+    ran.clear()
+    with trace() as calls:
+        yield
+    assert [call.kernel for call in calls] == list(names)
+    assert ran == [name for name in names if not name.startswith("reference.")]
+
+
+def test_explicit_choice_by_argument() -> None:
+    _, op, ran = setting("aa", "bb")
+    for choice, name in [("bb", "bb"), ("aa", "aa"), ("reference", "reference.double"), (None, "aa")]:
+        with ran_by(ran, name):
+            assert torch.equal(op(X, backend=choice), 2 * X)
+    ran.clear()
+    op(X, backend="bb")  # untraced, with the table already filled
+    op(X)
+    assert ran == ["bb", "aa"]
+
+
+def test_explicit_choice_by_context() -> None:
+    _, op, ran = setting("aa", "bb")
+    with ran_by(ran, "aa", "bb", "bb", "aa", "reference.double", "aa"):
+        op(X)
+        with use("bb"):
+            op(X)
+            with use(double="bb"):
+                op(X)
+                op(X, backend="aa")  # the argument is nearer
+            with use(double="reference"):
+                op(X)
+        op(X)
+
+
+def test_one_op_in_a_context_beats_all_ops() -> None:
+    _, op, ran = setting("aa", "bb")
+    with ran_by(ran, "bb", "aa"):
+        with use("aa", double="bb"):
+            op(X)
+        with use("aa", other="bb"):
+            op(X)
+
+
+@pytest.mark.parametrize("kernels", [{"double": "bb"}, {"*": "bb"}, {"*": "aa", "double": "bb"}])
+def test_explicit_choice_by_configuration(kernels: dict[str, str]) -> None:
+    _, op, ran = setting("aa", "bb", kernels=kernels)
+    with ran_by(ran, "bb", "aa", "aa", "bb"):
+        op(X)
+        op(X, backend="aa")
+        with use("aa"):
+            op(X)
+        op(X)
+
+
+def test_choice_of_a_backend_takes_its_best_kernel_and_of_a_name_that_one() -> None:
+    registry, op, ran = setting()
+    slow = doubling(op, "mine.slow", ran, backend="mine", priority=100)
+    fast = doubling(op, "mine.fast", ran, backend="mine", priority=300, constraints=[Dim("tokens") <= 3])
+    with_kernels(registry, [slow, fast])
+    with ran_by(ran, "mine.fast", "mine.slow", "mine.slow"):
+        op(X, backend="mine")
+        op(torch.ones(4, 4), backend="mine")
+        op(X, backend="mine.slow")
+    with pytest.raises(NoKernelError) as caught:
+        op(torch.ones(4, 4), backend="mine.fast")
+    assert caught.value.reasons == ("mine.fast: refused: needs tokens <= 3, got 4",)
+
+
+@pytest.mark.parametrize("way", ["argument", "context", "configuration"])
+def test_choice_that_cannot_serve_raises_with_reasons(way: str) -> None:
+    registry, op, ran = setting("aa", kernels={"double": "narrow"} if way == "configuration" else {})
+    limits: dict[str, Any] = {"constraints": [Dim("tokens").multiple_of(2), Dim("dim") >= 16]}
+    limits["dtypes"] = {"x": [torch.bfloat16]}
+    registry.add_kernel(doubling(op, "narrow", ran, priority=400, **limits))
+
+    def chosen(x: Tensor) -> Tensor:
+        with use("narrow" if way == "context" else None):
+            result: Tensor = op(x, backend="narrow" if way == "argument" else None)
+        return result
+
+    for _ in range(2):
+        with pytest.raises(NoKernelError, match="double: the explicit choice 'narrow' cannot serve it") as caught:
+            chosen(X)
+        assert not ran
+        (reason,) = caught.value.reasons
+        assert "needs dtype of x == bfloat16, got float32" in reason
+        assert "needs tokens multiple of 2, got 3" in reason
+        assert "needs dim >= 16, got 4" in reason
+    with ran_by(ran, "narrow"):
+        chosen(torch.ones(2, 16, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("way", ["argument", "context", "configuration"])
+def test_choice_of_an_unknown_name_raises(way: str) -> None:
+    _, op, ran = setting("aa", "bb", kernels={"*": "cc"} if way == "configuration" else {})
+    with (
+        use("cc" if way == "context" else None),
+        pytest.raises(UnknownNameError, match=r"no backend or kernel 'cc'; .* aa, bb, reference"),
+    ):
+        op(X, backend="cc" if way == "argument" else None)
+    assert not ran
+
+
+def test_no_kernel_for_a_platform_lists_all_reasons() -> None:
+    registry, op, _ = setting()
+    registry.add_kernel(doubling(op, "hopper", requires=arch("sm_90a")))
+    registry.add_kernel(doubling(op, "amd", requires=vendor("amd")))
+    with pytest.raises(NoKernelError) as caught, override_platform(known_platform("sm_100a")):
+        op(X, backend="hopper")
+    assert caught.value.reasons == ("hopper: refused: needs arch sm_90a, got sm_100a",)
+    verdicts = {c.kernel.name: c.reason for c in registry.explain("double", known_platform("gfx950"))}
+    assert verdicts == {"amd": "", "hopper": "needs arch sm_90a, got gfx950", "reference.double": ""}
+
+
+def timed(registry: Registry, of: Kernel, **times: float) -> None:
+    """Records times, `t<tokens>=microseconds`, of a kernel on the CPU."""
+    timings = tuple(Timing({"tokens": int(name[1:]), "dim": 4}, time) for name, time in times.items())
+    record = Record(of.name, of.source_hash, "cpu", Level.MEASURED, compiler_version(of), timings)
+    registry.evidence.record(record)
+
+
+def test_order_is_measured_time_then_priority_then_name(tmp_path: Path) -> None:
+    registry, op, ran = setting(cache=tmp_path)
+    kernels = [
+        doubling(op, "slow", ran, priority=100),
+        doubling(op, "quick", ran, priority=100),
+        doubling(op, "tuned", ran, priority=300),
+        doubling(op, "also_tuned", ran, priority=300),
+    ]
+    with_kernels(registry, kernels)
+    order = ["also_tuned", "tuned", "quick", "slow", "reference.double"]
+    assert [c.kernel.name for c in registry.explain("double")] == order
+    with ran_by(ran, "also_tuned"):
+        op(X)
+    timed(registry, kernels[0], t3=20.0)
+    timed(registry, kernels[1], t3=10.0)
+    timed(registry, kernels[2], t3=30.0)
+    explained = registry.explain("double", signature=Signature({"tokens": 3, "dim": 4}))
+    assert [(c.kernel.name, c.microseconds) for c in explained] == [
+        ("quick", 10.0),
+        ("slow", 20.0),
+        ("tuned", 30.0),
+        ("also_tuned", None),
+        ("reference.double", None),
+    ]
+    with ran_by(ran, "quick"):
+        op(X)
+
+
+def test_the_nearest_measured_shape_decides_call_by_call(tmp_path: Path) -> None:
+    registry, op, ran = setting(cache=tmp_path)
+    small, large = doubling(op, "small", ran, compiler="triton"), doubling(op, "large", ran, compiler="triton")
+    timed(registry, small, t1=1.0, t1024=50.0)
+    timed(registry, large, t1=5.0, t1024=10.0)
+    with_kernels(registry, [small, large])
+    for _ in range(2):
+        op(torch.ones(2, 4))
+        op(torch.ones(900, 4))
+        op(torch.ones(0, 4))
+    assert ran == ["small", "large", "small"] * 2
+
+
+def test_times_near_scalars_below_zero(tmp_path: Path) -> None:
+    """A window of -1 is a dim too, and has no logarithm."""
+    registry = new_registry(cache=tmp_path)
+    op: Any = toy(registry, blend, **BLEND)
+    reference = registry.kernels("blend")[0]
+    timing = Timing({"tokens": 3, "window": -1}, 1.0)
+    registry.evidence.record(Record(reference.name, "", "cpu", Level.MEASURED, "", (timing,)))
+    arguments = blend_arguments()
+    x, weight, cu = (arguments.pop(name) for name in ("x", "weight", "cu"))
+    for window in (-1, -5, 0, None):
+        op(x, weight, cu, **(arguments | {"window": window}))
+
+
+def test_limits_on_dynamic_dims_hold_call_by_call() -> None:
+    registry, op, ran = setting("rest")
+    few = doubling(op, "few", ran, priority=300, constraints=[Dim("tokens") <= 8])
+    many = doubling(op, "many", ran, priority=200, constraints=[Dim("tokens") >= 64, Dim("tokens").multiple_of(2)])
+    with_kernels(registry, [few, many])
+    expected = {1: "few", 8: "few", 9: "rest", 64: "many", 65: "rest", 0: "few"}
+    for _ in range(3):  # the later rounds hit the table
+        ran.clear()
+        for tokens in expected:
+            op(torch.ones(tokens, 4))
+        assert ran == list(expected.values())
+    table = registry.dispatcher("double").table
+    op(torch.ones(5, 4))
+    assert registry.dispatcher("double").table is table
+    assert len(table) == 5, "one entry for each answer to the limits, not for each size"
+
+
+def test_limits_on_dims_that_only_an_optional_tensor_has() -> None:
+    registry = new_registry()
+    op: Any = toy(registry, blend, **BLEND)
+    ran: list[int] = []
+
+    def run(x: Any, weight: Any, cu: Any, *, residual: Any, projection: Any, scale: Any, width: Any, window: Any,
+            mode: Any, causal: Any, bits: Any, dtype: Any, out: Any = None) -> Any:  # fmt: skip
+        ran.append(-1 if residual is None else residual.shape[1])
+        return x, x
+
+    registry.add_kernel(kernel(op, backend="mine", constraints=[Dim("inner") <= 2])(run))
+    x, weight, cu = (blend_arguments()[name] for name in ("x", "weight", "cu"))
+    for _ in range(2):
+        for inner in (2, 3, 1):
+            op(x, weight, cu, residual=torch.ones(3, inner))
+        op(x, weight, cu)  # absent, and so within every limit
+    assert ran == [2, 1, -1] * 2
+
+
+def test_limits_on_dtypes_flags_and_presence() -> None:
+    registry = new_registry()
+    op: Any = toy(registry, blend, **BLEND)
+    ran: list[str] = []
+
+    def add(name: str, *limits: Any) -> None:
+        def run(x: Any, weight: Any, cu: Any, *, residual: Any, projection: Any, scale: Any, width: Any, window: Any,
+                mode: Any, causal: Any, bits: Any, dtype: Any, out: Any = None) -> Any:  # fmt: skip
+            ran.append(name)
+            return x, x
+
+        registry.add_kernel(kernel(op, backend=name, constraints=limits)(run))
+
+    add("a_bits", Flag("bits").in_(4))
+    add("b_multiply", Flag("mode").in_("multiply"), Flag("causal").in_(True))
+    add("c_no_weight", Given("weight").in_(False))
+    add("d_half", Dtype("x").in_(torch.float16, torch.bfloat16))
+    add("e_rest")
+    x, weight, cu = (blend_arguments()[name] for name in ("x", "weight", "cu"))
+    for _ in range(2):
+        ran.clear()
+        op(x, weight, cu)
+        op(x, weight, cu, bits=4)
+        op(x, weight, cu, mode="multiply")
+        op(x, weight, cu, mode="multiply", causal=False)
+        op(x, None, cu)
+        op(x.half(), weight.half(), cu)
+        assert ran == ["e_rest", "a_bits", "b_multiply", "e_rest", "c_no_weight", "d_half"]
+
+
+def test_two_kernels_of_one_name() -> None:
+    registry, op, ran = setting("aa")
+    with pytest.raises(RegistrationError, match="kernel 'aa' is already registered"):
+        registry.add_kernel(doubling(op, "aa", ran))
+    stranger = dataclasses.replace(doubling(op, "cc"), op="triple")
+    with pytest.raises(RegistrationError, match="kernel 'cc': no op 'triple'"):
+        registry.add_kernel(stranger)
+    assert [each.name for each in registry.kernels("double")] == ["reference.double", "aa"]
+
+
+def test_temporarily() -> None:
+    registry, op, ran = setting("aa")
+    guest = doubling(op, "guest", ran, priority=300, constraints=[Dim("tokens") <= 4])
+    with ran_by(ran, "aa", "guest", "aa", "aa"):
+        op(X)
+        with registry.temporarily(guest):
+            op(X)
+            op(torch.ones(5, 4))
+        op(X)
+        with pytest.raises(ShapeError), registry.temporarily(guest):
+            op(torch.ones(3))
+    assert [each.name for each in registry.kernels()] == ["reference.double", "aa"]
+    with pytest.raises(UnknownNameError):
+        op(X, backend="guest")
+
+
+def test_explain_answers_yes_no_or_depends() -> None:
+    registry, op, _ = setting("rest")
+    limits = [Dim("tokens") <= 8, Dim("dim").in_(4, 8)]
+    registry.add_kernel(doubling(op, "few", priority=300, constraints=limits, dtypes={"x": [torch.bfloat16]}))
+
+    def few(**known: Any) -> tuple[bool | None, str]:
+        found = registry.explain("double", signature=Signature(**known))
+        return next((c.accepted, c.reason) for c in found if c.kernel.name == "few")
+
+    dtype = {"x": torch.bfloat16}
+    assert few() == (None, "needs dtype of x == bfloat16; needs tokens <= 8; needs dim in 4, 8")
+    assert few(dims={"tokens": 8}, dtypes=dtype) == (None, "needs dim in 4, 8")
+    assert few(dims={"tokens": 8, "dim": 4}, dtypes=dtype) == (True, "")
+    assert few(dims={"tokens": 9}, dtypes=dtype) == (False, "needs tokens <= 8, got 9")
+    assert few(dims={"tokens": 9}, dtypes={"x": torch.float32})[0] is False
+    order = [c.kernel.name for c in registry.explain("double", signature=Signature({"tokens": 8}))]
+    assert order == ["rest", "reference.double", "few"]
+    line = registry.explain("double", signature=Signature({"tokens": 9}))[-1].line()
+    assert line == "few: refused: needs tokens <= 8, got 9"
+
+
+def test_explain_for_archs_that_are_not_here() -> None:
+    registry, op, _ = setting("anywhere")
+    registry.add_kernel(doubling(op, "blackwell", requires=arch("sm_100a", "sm_103a"), priority=300))
+    registry.add_kernel(doubling(op, "tma", requires=feature("tma", "wgmma"), priority=200))
+    best = {
+        name: registry.explain("double", known_platform(name))[0].kernel.name for name in ("sm_90a", "sm_103a", "cpu")
+    }
+    assert best == {"sm_90a": "tma", "sm_103a": "blackwell", "cpu": "anywhere"}
+    refused = {c.kernel.name: c.reason for c in registry.explain("double", known_platform("sm_100a")) if not c.accepted}
+    assert refused == {"tma": "needs wgmma, which sm_100a lacks"}
+    with pytest.raises(UnknownNameError, match="unknown arch 'sm_42'; known: cpu, sm_90a"):
+        arch("sm_42")
+
+
+def test_override_of_the_platform_leaves_no_trace_in_the_table() -> None:
+    registry, op, ran = setting("anywhere")
+    registry.add_kernel(doubling(op, "hopper", ran, requires=arch("sm_90a"), priority=300))
+    with ran_by(ran, "anywhere", "hopper", "anywhere"):
+        op(X)
+        with override_platform(known_platform("sm_90a")):
+            op(X)
+        op(X)
+
+
+def test_fall_to_the_reference_on_an_accelerator_warns_once() -> None:
+    registry, op, _ = setting()
+    registry.add_kernel(doubling(op, "hopper", requires=arch("sm_90a")))
+    message = r"double falls back to the slow reference on meta:(?s:.*)hopper: refused: needs arch sm_90a, got meta"
+    with pytest.warns(RuntimeWarning, match=message):
+        op(X.to("meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        op(torch.ones(3, 8, device="meta"))
+        op(X)
+
+
+def test_no_warning_on_the_host_or_where_the_reference_was_asked_for() -> None:
+    _, op, _ = setting()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        op(X)
+        op(X.to("meta"), backend="reference")
+        with use("reference"):
+            op(X.to("meta"))
+
+
+def renamed(y: Tensor, *, out: Any = None) -> Any: ...
+def positional_out(x: Tensor, out: Any = None) -> Any: ...
+def no_out(x: Tensor) -> Any: ...
+def extra(x: Tensor, n: int = 1, *, out: Any = None) -> Any: ...
+def keyword(*, x: Tensor, out: Any = None) -> Any: ...
+def variadic(*args: Any, **kwargs: Any) -> Any: ...
+
+
+@pytest.mark.parametrize("function", [renamed, positional_out, no_out, extra, keyword, variadic])
+def test_kernel_with_other_parameters_than_the_op(function: Any) -> None:
+    _, op, _ = setting()
+    with pytest.raises(RegistrationError, match=r"kernel mine.double: parameters .* are not the op's .*'x'.*'out'"):
+        kernel(op, backend="mine")(function)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (Dim("heads") <= 8, "no dim 'heads'"),
+        (Flag("causal").in_(True), "no flag 'causal'"),
+        (Given("x").in_(True), "no given 'x'"),
+        (Dtype("q").in_(torch.float32), "no dtype 'q'"),
+    ],
+)
+def test_limits_on_what_the_op_does_not_have(limit: Any, message: str) -> None:
+    _, op, _ = setting()
+    with pytest.raises(RegistrationError, match=f"kernel mine: double has {message}"):
+        doubling(op, "mine", constraints=[limit])
