@@ -34,6 +34,7 @@ from typing import Any
 
 from tokenspeed_registry.content import SHORT
 from tokenspeed_registry.contract import Contract
+from tokenspeed_registry.describe import docstring
 from tokenspeed_registry.parameters import ScalarParameter, TensorParameter, is_name, offset_of
 
 _IDENTIFIER = re.compile(r"[a-z_]\w*")
@@ -85,7 +86,7 @@ def build(contract: Contract, source: str, environment: dict[str, Any]) -> Calla
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     function: Callable[..., Any] = namespace[contract.name]
     declared = contract.reference
-    function.__doc__ = declared.__doc__
+    function.__doc__ = docstring(contract)
     function.__module__ = declared.__module__
     function.__qualname__ = declared.__qualname__
     function.__annotations__ = declared.__annotations__

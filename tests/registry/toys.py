@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenspeed_registry import Cost, Kernel, Op, Registry, copy_into, kernel, op, rounded_sum
 from tokenspeed_registry.cases import CaseSet
+from tokenspeed_registry.conformance import Report, check_kernel
 from tokenspeed_registry.settings import Settings
 
 P = ParamSpec("P")
@@ -154,3 +155,18 @@ def blend_arguments(device: str = "cpu") -> dict[str, Any]:
         "bits": 8,
         "dtype": torch.float32,
     }
+
+
+def setting(*names: str, **settings: Any) -> tuple[Registry, Any, list[str]]:
+    """A registry with kernels of `double` called `names`, and the list of what ran."""
+    registry = new_registry(**settings)
+    op = toy(registry, double, **DOUBLE)
+    ran: list[str] = []
+    with_kernels(registry, [doubling(op, name, ran) for name in names])
+    return registry, op, ran
+
+
+def report_of(target: Any, function: Callable[..., Any], **facts: Any) -> Report:
+    """Conformance, on the CPU, of a function declared as a kernel."""
+    found: Kernel = kernel(target, backend="mine", **facts)(function)
+    return check_kernel(target.contract, found, torch.device("cpu"))

@@ -139,6 +139,14 @@ class DemoModel(nn.Module):
         return self.head(self.text(ids, mode)[0])
 
     @torch.no_grad()
+    def start_draft(self) -> None:
+        """Starts the draft layer as a copy of the last full-attention layer and of the last mixer."""
+        last = max(i for i, kind in enumerate(self.config.layer_types) if kind == "full_attention")
+        self.mtp.layers[0].load_state_dict(self.text.layers[last].state_dict())
+        self.mtp.hyper_connection_mixer.load_state_dict(self.text.hyper_connection_mixer.state_dict())
+        nn.init.eye_(self.mtp.fc_hidden.weight)
+
+    @torch.no_grad()
     def _initialise(self) -> None:
         """Linears by fan-in, projections into the residual smaller with depth, decay rates spread over time scales."""
         depth_scale = (2 * self.config.num_hidden_layers) ** -0.5

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import evaluate
 from .attention import Mode
 from .config import DemoConfig
-from .export import save_checkpoint
+from .export import load_checkpoint, save_checkpoint
 from .losses import Losses, draft_losses, text_losses
 from .model import DemoModel
 
@@ -41,15 +41,17 @@ DENSE, DENSE_INDEXER, SPARSE_INDEXER = Mode(False, False), Mode(False, True), Mo
 WARM_UP = 200
 
 
-def default_plan(steps: list[int], rate: float) -> list[Phase]:
-    """The five phases with the given numbers of steps."""
-    return [
-        Phase("dense", steps[0], 512, DENSE, rate, rate),
-        Phase("indexer", steps[1], 2048, DENSE_INDEXER, rate, rate),
-        Phase("sparse", steps[2], 2048, SPARSE_INDEXER, rate, rate / 50),
-        Phase("draft-dense", steps[3], 1024, DENSE_INDEXER, rate, rate, draft=True),
-        Phase("draft-sparse", steps[4], 1024, SPARSE_INDEXER, rate, rate / 50, draft=True),
+def default_plan(steps: list[int], rate: float, lengths: tuple[int, int, int] = (512, 2048, 1024)) -> list[Phase]:
+    """The five phases with the given numbers of steps, those of 0 left out; window lengths: short, long, draft."""
+    short, long, draft = lengths
+    phases = [
+        Phase("dense", steps[0], short, DENSE, rate, rate),
+        Phase("indexer", steps[1], long, DENSE_INDEXER, rate, rate),
+        Phase("sparse", steps[2], long, SPARSE_INDEXER, rate, rate / 50),
+        Phase("draft-dense", steps[3], draft, DENSE_INDEXER, rate, rate, draft=True),
+        Phase("draft-sparse", steps[4], draft, SPARSE_INDEXER, rate, rate / 50, draft=True),
     ]
+    return [phase for phase in phases if phase.steps]
 
 
 class Trainer:
@@ -89,7 +91,7 @@ class Trainer:
         """One optimiser step of the current phase; moves on to the next phase after its last step."""
         phase = self.plan[self.phase]
         rate = phase.start + (phase.end - phase.start) * self.step / phase.steps
-        if self.phase == 0 or (phase.draft and not self.plan[self.phase - 1].draft):
+        if self.phase == 0 or phase.draft != self.plan[self.phase - 1].draft:
             rate *= min(1.0, (self.step + 1) / WARM_UP)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -106,7 +108,8 @@ class Trainer:
         self.step += 1
         if self.step == phase.steps:
             self.phase, self.step = self.phase + 1, 0
-            if self.phase < len(self.plan) and self.plan[self.phase].draft != phase.draft:
+            if self.phase < len(self.plan) and self.plan[self.phase].draft and not phase.draft:
+                self.model.start_draft()
                 self.optimizer = self._start_phase()
         return losses
 
@@ -156,6 +159,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and report.json")
     parser.add_argument("--state", type=Path, help="file to resume from and to save to at --max-seconds")
     parser.add_argument("--steps", type=int, nargs=5, default=[6000, 400, 2400, 800, 800], help="of the five phases")
+    parser.add_argument("--lengths", type=int, nargs=3, default=[512, 2048, 1024], help="windows: short, long, draft")
+    parser.add_argument("--init", type=Path, help="checkpoint folder to start from instead of random weights")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--tokens-per-step", type=int, default=65536)
     parser.add_argument("--max-seconds", type=float, default=math.inf)
@@ -170,8 +175,10 @@ def main() -> None:
     stream = torch.cat([corpus["library"], corpus["library"], corpus["tests"], corpus["chat"]])
     held_out = corpus["held_out"].to(device)
     bytes_per_token = corpus["held_out_bytes_per_100_tokens"].item() / 100
-    plan = default_plan(arguments.steps, arguments.rate)
+    plan = default_plan(arguments.steps, arguments.rate, tuple(arguments.lengths))
     trainer = Trainer(DemoConfig(), plan, stream, arguments.tokens_per_step, device)
+    if arguments.init:
+        trainer.model.load_state_dict(load_checkpoint(arguments.init).state_dict())
     if arguments.state and arguments.state.exists():
         trainer.load(arguments.state)
     if not arguments.no_compile:
@@ -180,7 +187,9 @@ def main() -> None:
             layer.compile(dynamic=False)
 
     def measure(phase: Phase) -> None:
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        # Eager: each new shape would cost a minute of compiling.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             loss = evaluate.text_loss(trainer.model, held_out, bytes_per_token, phase.length, phase.mode)
             drafts = evaluate.draft_agreement(trainer.model, held_out, phase.length) if phase.draft else []
         print(f"held out after {phase.name}: {json.dumps(loss)} {drafts}", flush=True)
@@ -190,7 +199,8 @@ def main() -> None:
     if arguments.state:
         trainer.save(arguments.state)
     if finished:
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
             result = evaluate.report(trainer.model, held_out, bytes_per_token, (512, 2048, 4096))
         (arguments.out / "report.json").write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result))

@@ -1,0 +1,47 @@
+"""The part of an op's docstring that follows from its declaration: shapes, dtypes and layout of every argument."""
+
+import inspect
+
+from tokenspeed_registry.contract import Contract
+from tokenspeed_registry.parameters import FLOATS, Output, ScalarParameter, TensorParameter
+
+
+def docstring(contract: Contract) -> str:
+    """The declared docstring, then a line an argument and a line a result."""
+    prose = inspect.cleandoc(contract.reference.__doc__ or "")
+    lines = [prose, "", "Arguments:"]
+    for parameter in contract.parameters:
+        describe = _tensor if isinstance(parameter, TensorParameter) else _scalar
+        lines.append(f"    {parameter.name}: {describe(contract, parameter)}")  # type: ignore[arg-type]
+    if contract.outputs:
+        lines.append("    out: where to write the results, contiguous; allocated unless given")
+    lines.append("    backend: the backend or kernel that must serve the call; chosen by the registry unless given")
+    if contract.outputs:
+        lines += ["", "Returns:", *(f"    {o.name}: {_result(o)}" for o in contract.outputs)]
+    return "\n".join(lines)
+
+
+def _tensor(contract: Contract, tensor: TensorParameter) -> str:
+    notes = [
+        note
+        for note, holds in (
+            ("changed in place", tensor.name in contract.mutates),
+            ("may be strided", tensor.name in contract.strided),
+            ("on the host", tensor.name in contract.host),
+            ("optional", tensor.optional),
+        )
+        if holds
+    ]
+    dtypes = "bfloat16, float16 or float32" if tensor.dtypes == FLOATS else tensor.describe_dtypes()
+    return ", ".join([f"[{', '.join(tensor.dims)}] {dtypes}", *notes])
+
+
+def _scalar(contract: Contract, scalar: ScalarParameter) -> str:
+    kind = " or ".join(map(repr, scalar.choices)) if scalar.choices else scalar.type.__name__
+    default = "" if scalar.default is inspect.Parameter.empty else f", {scalar.default!r} unless given"
+    return kind + default
+
+
+def _result(output: Output) -> str:
+    dtype = f"dtype of {output.dtype}" if isinstance(output.dtype, str) else str(output.dtype).removeprefix("torch.")
+    return f"[{', '.join(output.dims)}] {dtype}"
