@@ -44,7 +44,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotates dims (i, i + rotary_dim / 2) of x [..., time, d]; the dims after rotary_dim pass through."""
     cos, sin = rope
     half = cos.shape[-1]
-    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
@@ -61,13 +61,13 @@ class Indexer(nn.Module):
 
     def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """x: [batch, time, hidden] → rotated queries [batch, heads, time, d], raw keys [batch, time, d]."""
-        q, k = self.index_qk_proj(x).float().split([self.heads * self.dim, self.dim], -1)
-        return rotate(self.q_layernorm(q.unflatten(-1, (self.heads, -1))).transpose(1, 2), rope), k
+        q, k = torch.split(self.index_qk_proj(x).float(), [self.heads * self.dim, self.dim], -1)
+        return rotate(self.q_layernorm(torch.unflatten(q, -1, (self.heads, -1))).transpose(1, 2), rope), k
 
     def similarity(self, q: Tensor, raw_key: Tensor, rope: Tensor) -> Tensor:
         """Scaled products [batch, heads, time, time // ratio] float32 of queries with the blocks' pooled keys."""
         blocks = raw_key.shape[1] // self.ratio
-        pooled = raw_key[:, : blocks * self.ratio].unflatten(1, (blocks, self.ratio)).mean(2)
+        pooled = torch.unflatten(raw_key[:, : blocks * self.ratio], 1, (blocks, self.ratio)).mean(2)
         key = rotate(self.k_layernorm(pooled), rope[:, : blocks * self.ratio : self.ratio])
         with torch.autocast(q.device.type, enabled=False):
             return q @ key.unsqueeze(1).mT / math.sqrt(self.dim)
@@ -102,7 +102,7 @@ class Indexer(nn.Module):
         future = torch.ones(time, time, dtype=torch.bool, device=q.device).triu(1)
         attention = torch.softmax((q @ k.mT).float().masked_fill(future, float("-inf")) / math.sqrt(q.shape[-1]), -1)
         blocks = time // self.ratio
-        mass = attention.mean(1)[..., : blocks * self.ratio].unflatten(-1, (blocks, self.ratio)).sum(-1)
+        mass = torch.unflatten(attention.mean(1)[..., : blocks * self.ratio], -1, (blocks, self.ratio)).sum(-1)
         return mass * self.complete(time, q.device)
 
     def loss(self, similarity: Tensor, scores: Tensor, mass: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, KeyValues]:
         """x: [batch, time, hidden] → (output, indexer loss, this pass's keys and values).
 
-        `past` holds earlier passes of a chained draft, oldest first: row r of this pass, the n-th, then sees its own key
-        at position r, the passes before it at r−1, r−2, ..., and the first pass at all older positions.
+        `past` holds earlier passes of a chained draft, oldest first: row r of this pass then sees its own key at
+        position r, the passes before it at r−1, r−2, ..., and the first pass at all older positions.
         """
         time = x.shape[1]
         q, k, v, gate = self.project(x, rope)

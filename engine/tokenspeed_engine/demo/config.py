@@ -1,6 +1,6 @@
 """Hyperparameters of the embedded `qwen4_exp` model and their Hugging Face form.
 
-The defaults give 4.7 million parameters with every feature of the architecture on, at dimensions that are powers of two.
+The defaults give 4.7 million parameters with every feature of the architecture on, all dimensions powers of two.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ EOS_ID, IM_START_ID, IM_END_ID, THINK_ID, END_THINK_ID, PAD_ID = range(len(SPECI
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Shapes of the text model; field names are those of `text_config`. Layer i is full attention iff (i+1) % 4 == 0."""
+    """Shapes of the text model, named as in `text_config`. Layer i is full attention iff (i+1) % 4 == 0."""
 
     vocab_size: int = 2048
     hidden_size: int = 128

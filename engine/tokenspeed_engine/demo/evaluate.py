@@ -27,9 +27,7 @@ def text_loss(
     model: DemoModel, stream: Tensor, bytes_per_token: float, length: int, mode: Mode, limit: int = 1 << 18
 ) -> dict[str, float]:
     """Next-token loss on windows of `length` tokens: nats a token and bits a byte."""
-    losses = [
-        token_loss(model, model.text(w[:, :-1], mode)[0], w[:, 1:]) for w in windows(stream, length, 16, limit)
-    ]
+    losses = [token_loss(model, model.text(w[:, :-1], mode)[0], w[:, 1:]) for w in windows(stream, length, 16, limit)]
     nats = torch.stack(losses).mean().item()
     return {"length": length, "nats_per_token": nats, "bits_per_byte": nats / math.log(2) / bytes_per_token}
 

@@ -37,7 +37,7 @@ class UnitLowerInverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
         transposed = ctx.saved_tensors[0].mT
-        return -(transposed @ grad @ transposed).tril(-1)
+        return torch.tril(-(transposed @ grad @ transposed), -1)
 
 
 def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class GatedDeltaNet(nn.Module):
         qkv = F.silu(self.conv1d(self.in_proj_qkv(x).float()))
         gate, b, a = self.in_proj_z(x), self.in_proj_b(x).float(), self.in_proj_a(x).float()
         with torch.autocast(x.device.type, enabled=False):
-            q, k, v = qkv.split(self.sizes, -1)
+            q, k, v = torch.split(qkv, self.sizes, -1)
             q, k = (t.unflatten(-1, (self.key_heads, self.key_dim)) for t in (q, k))
             q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
             repeats = self.value_heads // self.key_heads

@@ -14,7 +14,7 @@ DRAFT_PASSES = 3
 
 
 class Losses(NamedTuple):
-    """`total` is what is minimised; `token` is the next-token (or draft) cross-entropy in nats, the rest is auxiliary."""
+    """`total` is minimised; `token` is the next-token or draft cross-entropy in nats, the rest is auxiliary."""
 
     total: Tensor
     token: Tensor

@@ -71,7 +71,8 @@ class Trainer:
     def _start_phase(self) -> torch.optim.Optimizer:
         """Optimiser for what the current phase trains; main phases share one, draft phases another."""
         draft = self.phase < len(self.plan) and self.plan[self.phase].draft
-        decayed, plain = [], []
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name.startswith("mtp.") == draft)
             if parameter.requires_grad:
