@@ -1,4 +1,11 @@
-"""The portable public API: one module an op family, contract and reference side by side."""
+"""The portable public API: one module an op family, contract and reference side by side.
+
+What holds of every op: tensors are contiguous, or where the op says "strided" at least in their last dim; they lie on
+one device and do not require grad. A call that does not fit raises `ArgumentError`, and one that no kernel can serve
+`NoKernelError`, before anything is written. What index tensors hold is checked only where that costs no sync: on the
+CPU up to 64 elements, or always with `TOKENSPEED_KERNELS_DEBUG=1`; it then raises `ContentError`, an `ArgumentError`.
+Elsewhere the caller vouches for it.
+"""
 
 from tokenspeed_kernels.attention import kv_cache_write, paged_attention
 from tokenspeed_kernels.conv import causal_conv_prefill, causal_conv_update

@@ -1,5 +1,10 @@
 """Dense attention with grouped query heads over a paged cache of keys and values.
 
+`k_cache`, `v_cache`: the caller's pools of pages for one layer, shared by all sequences. A page has room for `page`
+tokens; key and value of a token lie at the same place of their pools.
+`page_table`: each sequence's pages in order. Token p, counted from 0, lies on page `page_table[s, p // page]` at offset
+p % page. Entries past a sequence's last page are -1 and not read; before it there is no -1.
+
 Sources: PagedAttention (arXiv:2309.06180) for the cache; GQA (arXiv:2305.13245) for the grouping of heads.
 """
 
@@ -20,6 +25,10 @@ class LongestRun:
 
     argument: str
     bound: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.bound,)
 
     def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
         longest = max((end - start for start, end in pairwise(values.tolist())), default=0)
@@ -49,12 +58,14 @@ def kv_cache_write(
     *,
     backend: str | None = None,
 ) -> None:
-    """Stores the keys and values of new tokens in the caches, which are changed in place.
+    """Stores the keys and values of new tokens in the paged caches, which are changed in place.
 
-    Token t goes to slot `slot_mapping[t]` = page id · page + offset in the page. Slots are distinct; a token of slot
-    -1 is not stored, and nothing else in the caches is touched. All tensors but the slots may be strided but for their
-    last dim. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a slot out of range where slots
-    are checked (short CPU tensors, or debug mode).
+    `k`, `v`: keys, rotated already, and values of the new tokens, of any sequences in any order.
+    `slot_mapping`: where each goes: page id · page + offset in the page, no slot twice; -1: the token is not stored.
+    `k_cache`, `v_cache`: the pools, see the module; nothing but the slots named is touched.
+
+    All tensors but the slots may be strided but for their last dim. Raises `ArgumentError` for arguments that do not
+    fit, `ContentError` for a slot out of range where slots are checked (short CPU tensors, or debug mode).
 
     Source: PagedAttention, section 4.1.
     """
@@ -110,16 +121,21 @@ def paged_attention(
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float32[Tensor, "tokens heads"]]:
     """Causal softmax attention of each sequence's last tokens over all its cached tokens.
 
-    Sequence s has the packed queries `cu_seqlens_q[s]` up to `cu_seqlens_q[s+1]` and `seq_lens[s]` cached tokens,
-    counting those of the queries, which are written before. Query i of n sees the first seq_len − n + i + 1 of them.
-    Token p lies on page `page_table[s, p // page]` at offset p % page; entries past a sequence's end are -1 and not
-    read, and slots past its end may hold anything, NaN included. Head h uses key/value head h // (heads // kv_heads);
-    scores are `scale` · q·k. `max_q_len`: at least the longest run of queries, for planning the launch. Queries and
-    caches may be strided but for their last dim.
+    `q`: queries of the new tokens, rotated, sequence after sequence. Head h uses key/value head
+    h // (heads // kv_heads).
+    `k_cache`, `v_cache`, `page_table`: the paged cache, see the module. Slots past a sequence's end may hold anything,
+    NaN included.
+    `cu_seqlens_q`: sequence s has the queries `cu_seqlens_q[s]` up to `cu_seqlens_q[s+1]`, possibly none.
+    `seq_lens`: tokens of each sequence in the cache, counting those of the queries, which are written before. Query i
+    of n sees the first seq_len − n + i + 1 of them. 0 for a padding sequence.
+    `scale`: scores are `scale` · q·k; dim^−½ in most models.
+    `max_q_len`: at least the longest run of queries, known to the host for planning the launch; results do not depend
+    on it.
 
-    Returns the normalised outputs, in the dtype of `q`, and the natural log of the sums of exponentials of the scores.
-    A query that sees nothing gives zeros and −inf. Raises `ArgumentError` for arguments that do not fit, `ContentError`
-    for bad pages, offsets or lengths where those are checked (short CPU tensors, or debug mode).
+    Queries and caches may be strided but for their last dim. Returns the normalised outputs, in the dtype of `q`, and
+    the natural log of the sums of exponentials of the scores. A query that sees nothing gives zeros and −inf. Raises
+    `ArgumentError` for arguments that do not fit, `ContentError` for bad pages, offsets or lengths, or a run above
+    `max_q_len`, where those are checked (short CPU tensors, or debug mode).
 
     Source: PagedAttention, section 4.1; FlashAttention-2 (arXiv:2307.08691) for the log-sum-exp.
     """

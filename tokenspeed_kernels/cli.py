@@ -13,13 +13,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+
+import tokenspeed_kernels  # noqa: F401  declares the ops
 from tokenspeed_registry import Kernel, TokenspeedError, UnknownNameError, known_platform, present_platform
 from tokenspeed_registry.conformance import Report, check_kernel
 from tokenspeed_registry.platform import PLATFORMS
 from tokenspeed_registry.registry import default_registry
 from tokenspeed_registry.signature import Signature
-
-import tokenspeed_kernels  # noqa: F401  declares the ops
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,11 +1,15 @@
 """Causal depthwise convolution over packed sequences with a rolling history of inputs.
 
-Channel c of token t becomes activation(Σ_j weight[c, j] · x[t − (width−1−j) · dilation, c]): the last tap is the
-current token, and what lies before the sequence is zero. The sum is float32 and rounded to x's dtype before the
-activation.
-A pool [pool, history, channels] of the caller's holds the last inputs of each sequence, oldest first; a sequence whose
-slot is −1 is padding: nothing of it is read or written, and its output is zero. No two sequences of a call may share a
-slot.
+Channel c of token t becomes activation(Σ_j weight[c, j] · x[t − (width−1−j) · dilation, c]); what lies before the
+sequence is zero. The sum is float32 and rounded to x's dtype before the activation. What the ops share:
+
+`x`: inputs of the new tokens, before the convolution. May be strided but for the last dim.
+`weight`: taps of each channel; the last one is the current token's. There is no bias.
+`state`: the caller's pool of histories, one a slot: the last `history` inputs of a sequence, oldest first.
+`slots`: the slot of each sequence, no two the same; −1 marks padding: nothing of it is read or written, and its output
+is zero.
+`dilation`: tokens between taps, 1 for an ordinary convolution.
+`activation`: "silu", or "none" for the bare sum.
 
 Source: the short convolutions of Mamba, arXiv:2312.00752, and Gated Delta Networks, arXiv:2412.06464; the dilated one
 of the n-gram block in Qwen3.8.
@@ -15,8 +19,9 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int32
-from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 
 _REACH = "history >= (width - 1) * dilation"
 
@@ -80,13 +85,16 @@ def causal_conv_prefill(
 ) -> Float[Tensor, "tokens channels"]:
     """All tokens of packed sequences; `state[slots]` then holds each one's last `history` inputs.
 
-    Sequence i is tokens cu_seqlens[i] to cu_seqlens[i+1], possibly none. `fresh[i]`: nothing comes before it and its
-    slot's content, whatever that is, is not looked at: missing history becomes zero. Otherwise it goes on from its
-    slot. `dilation`: tokens between taps. `x` may be strided. Returns the outputs, in x's dtype. Raises
-    `ArgumentError` for arguments that do not fit, also for a slot outside the pool, offsets that are none, and a
-    history shorter than (width−1)·dilation.
+    `x`, `weight`, `state`, `slots`, `dilation`, `activation`: see the module.
+    `cu_seqlens`: sequence i is tokens cu_seqlens[i] to cu_seqlens[i+1], possibly none.
+    `fresh`: true where nothing comes before the sequence: the history is zero, and what its slot holds, NaN included,
+    is not looked at. False: the sequence goes on from its slot, so that a prompt may come in pieces.
 
-    Source: as the module's.
+    Returns the outputs, in x's dtype. Raises `ArgumentError` for arguments that do not fit, also for a history shorter
+    than (width−1) · dilation; `ContentError` for a slot outside the pool or bad offsets where those are checked (short
+    CPU tensors, or debug mode).
+
+    Source: Mamba, section 3.4; the streaming history is what its decoding keeps.
     """
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     history = state.shape[1]
@@ -136,14 +144,17 @@ def causal_conv_update(
 ) -> Float[Tensor, "batch q_len channels"]:
     """`q_len` tokens of each sequence, after its history in `state[slots]`, which takes them in.
 
-    Without `accepted` every row of the history counts. With it the newest q_len rows are tokens of the previous call,
-    of which the first `accepted[b]` (0 to q_len) count; the rest is dropped. After the call the newest q_len rows are
-    this call's tokens, and the counted history lies before them. `accepted` takes a history of at least
-    (width−1)·dilation + q_len rows; where no row is in doubt, as after a prefill, it is q_len. `dilation`: tokens
-    between taps. `x` may be strided. Returns the outputs, in x's dtype. Raises `ArgumentError` for arguments that do
-    not fit, also for a slot outside the pool, a count above q_len and a history that is too short.
+    `x`, `weight`, `state`, `slots`, `dilation`, `activation`: see the module.
+    `accepted`: None: every row of the history counts. Else, for speculation: the newest q_len rows of the history are
+    the tokens of the previous call, of which the first `accepted[b]` (0 to q_len) count; the rest is dropped. Where no
+    row is in doubt, as after a prefill, pass q_len. It takes a history of at least (width−1) · dilation + q_len rows.
 
-    Source: as the module's.
+    After the call the history ends with this call's tokens, and what counted lies before them. Returns the outputs, in
+    x's dtype. Raises `ArgumentError` for arguments that do not fit, also for a history that is too short;
+    `ContentError` for a slot outside the pool or a count above q_len where those are checked (short CPU tensors, or
+    debug mode).
+
+    Source: Mamba, section 3.4; taking rejected tokens back is this project's own.
     """
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     q_len, history = x.shape[1], state.shape[1]

@@ -4,10 +4,16 @@ Of every value head, with keys of `d_k` and values of `d_v` numbers, a state S [
 
     S ← exp(g) S;  δ = β (v − S k);  S ← S + δ kᵀ;  o = scale · S q
 
-in float32. Value head j uses query and key head j // (v_heads // k_heads). With `normalise`, q and k are first divided
-by √(Σx² + 1e-6) over each head. States live in a pool [pool, v_heads, d_v, d_k] of the caller, who names slots of it; a
-sequence whose slot is −1 is padding: nothing of it is read or written, and its output is zero. No two sequences of a
-call may share a slot.
+in float32. What the ops share:
+
+`q`, `k`, `v`: queries, keys and values, after the short convolution. Value head j uses query and key head
+j // (v_heads // k_heads). They may be strided but for their last dim.
+`g`: natural log of the decay, at most 0; `beta`: write strength, 0 to 1; both as `gdn_gates` returns them.
+`state`: the caller's pool of states, one a slot, float32 in the models; narrower ones are rounded when stored.
+`slots`: the slot of each sequence, no two the same; −1 marks padding: nothing of it is read or written, and its output
+is zero.
+`scale`: multiplies q; d_k^−½ in the models.
+`normalise`: whether q and k are first divided by √(Σx² + 1e-6) over each head, or taken as they are.
 
 Source: Gated Delta Networks, arXiv:2412.06464; heads and norms as in the Qwen3-Next and Qwen3.8 models.
 """
@@ -16,10 +22,10 @@ from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int32
-from tokenspeed_registry import Cost, Indices, Offsets, Signature, op, rounded_sum, unit_roundoff
 from torch import Tensor
 
 from tokenspeed_kernels.gdn_rule import HEADS, flops, recurrent_tolerance, state_bytes, step, terms
+from tokenspeed_registry import Cost, Indices, Offsets, Signature, op, rounded_sum, unit_roundoff
 
 
 def _chunked_tolerance(s: Signature, role: str) -> float:
@@ -53,9 +59,12 @@ def gdn_gates(
 ) -> tuple[Float32[Tensor, "tokens heads"], Float32[Tensor, "tokens heads"]]:
     """The delta rule's gates from their projections: g = −exp(a_log) · softplus(a + dt_bias), beta = sigmoid(b).
 
+    `a`, `b`: what the model projects each token to, a number a value head. They may be strided but for their last dim.
+    `a_log`: learned log of each head's decay rate. `dt_bias`: learned bias of its time step.
+
     Returns the log decay `g` (≤ 0, natural log) and the write strength `beta` (0 to 1), in float32 whatever the inputs:
-    narrower gates would spoil a state that lives for thousands of tokens. `a`, `b` may be strided.
-    Raises `ArgumentError` for arguments that do not fit.
+    narrower gates would spoil a state that lives for thousands of tokens. Raises `ArgumentError` for arguments that do
+    not fit.
 
     Source: Gated Delta Networks, arXiv:2412.06464; parameters as in Mamba-2, arXiv:2405.21060.
     """
@@ -96,8 +105,10 @@ def gdn_decode(
 ) -> Float[Tensor, "batch v_heads d_v"]:
     """One token of each sequence: advances `state[slots]` in place and returns the outputs, in v's dtype.
 
-    `g`: log decay, ≤ 0. `beta`: write strength. `scale` multiplies q (d_k**-0.5 in the models). `q`, `k`, `v` may be
-    strided. Raises `ArgumentError` for arguments that do not fit, also for a slot outside the pool.
+    `q`, `k`, `v`, `g`, `beta`, `state`, `slots`, `scale`, `normalise`: see the module.
+
+    Raises `ArgumentError` for arguments that do not fit, `ContentError` for a slot outside the pool where slots are
+    checked (short CPU tensors, or debug mode).
 
     Source: Gated Delta Networks, arXiv:2412.06464, equation 10.
     """
@@ -145,11 +156,14 @@ def gdn_prefill(
 ) -> Float[Tensor, "tokens v_heads d_v"]:
     """All tokens of packed sequences: advances `state[slots]` in place and returns the outputs, in v's dtype.
 
-    Sequence i is tokens cu_seqlens[i] to cu_seqlens[i+1], possibly none. `fresh[i]`: it starts from a zero state and
-    its slot's content, whatever that is, is not looked at; a fresh sequence without tokens leaves zeros. Otherwise it
-    goes on from its slot, so that a prompt may come in pieces. `g`: log decay, ≤ 0, of any size; a decay ratio between
-    two tokens must come from the sum of g between them. `q`, `k`, `v` may be strided. Raises `ArgumentError` for
-    arguments that do not fit, also for a slot outside the pool and offsets that are none.
+    `q`, `k`, `v`, `beta`, `state`, `slots`, `scale`, `normalise`: see the module.
+    `g`: as there, of any size: a decay ratio between two tokens must come from the sum of g between them.
+    `cu_seqlens`: sequence i is tokens cu_seqlens[i] to cu_seqlens[i+1], possibly none.
+    `fresh`: true where a sequence starts from a zero state: what its slot holds, NaN included, is not looked at; a
+    fresh sequence without tokens leaves zeros. False: it goes on from its slot, so that a prompt may come in pieces.
+
+    Raises `ArgumentError` for arguments that do not fit, `ContentError` for a slot outside the pool or bad offsets
+    where those are checked (short CPU tensors, or debug mode).
 
     Source: Gated Delta Networks, arXiv:2412.06464, equation 10; its section 3.3 has the chunked form.
     """
@@ -188,8 +202,12 @@ def gated_rms_norm(
 ) -> Float[Tensor, "tokens heads dim"]:
     """The delta rule's output norm: x · rsqrt(mean(x²) + eps) · weight over each head, then · activation(gate).
 
-    All in float32 with one rounding, to x's dtype. `weight` is ones-centred. `x`, `gate` may be strided.
-    Raises `ArgumentError` for arguments that do not fit.
+    `x`: outputs of the delta rule. `gate`: projection of the same tokens, before the activation. Both may be strided
+    but for their last dim.
+    `weight`: plain factors (centred at one, not at zero), the same for every head.
+    `eps`: added to the mean of squares, in its units. `activation`: applied to the gate alone.
+
+    All in float32 with one rounding, to x's dtype. Raises `ArgumentError` for arguments that do not fit.
 
     Source: Gated Delta Networks, arXiv:2412.06464 (silu); Qwen3.8 (sigmoid).
     """

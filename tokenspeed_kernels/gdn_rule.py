@@ -1,8 +1,9 @@
 """What the ops of the gated delta rule share: one token of the reference, cost and tolerance."""
 
 import torch
-from tokenspeed_registry import Signature, rounded_sum
 from torch import Tensor
+
+from tokenspeed_registry import Signature, rounded_sum
 
 HEADS = "k_heads > 0 and v_heads % k_heads == 0"
 

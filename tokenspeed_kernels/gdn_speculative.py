@@ -2,15 +2,16 @@
 
 Two ops, since they move different bytes: `gdn_verify` writes a state per token, of which the caller picks one;
 `gdn_verify_replay` only reads states, and a later call replays the tokens that were accepted. Either leaves things as
-if only the accepted tokens had come. The rule, the pool and the heads are those of `gdn`.
+if only the accepted tokens had come. `q`, `k`, `v`, `g`, `beta`, `state`, `scale` and `normalise` are those of `gdn`,
+for `q_len` tokens of each sequence; no two sequences of a call may share a slot of the pool.
 """
 
 import torch
 from jaxtyping import Float, Float32, Int32
-from tokenspeed_registry import Cost, Indices, Lengths, op
 from torch import Tensor
 
 from tokenspeed_kernels.gdn_rule import HEADS, flops, recurrent_tolerance, state_bytes, step
+from tokenspeed_registry import Cost, Indices, Lengths, op
 
 
 @op(
@@ -48,11 +49,14 @@ def gdn_verify(
 ) -> Float[Tensor, "batch q_len v_heads d_v"]:
     """Drafted tokens of each sequence, with the state after every one of them, from which the caller picks.
 
-    Starts from `state[initial_slots[b]]` and writes the state after token i to `state[slots[b, i]]`; −1: not kept.
+    `q`, `k`, `v`, `g`, `beta`, `state`, `scale`, `normalise`: see module `gdn`.
+    `initial_slots`: the slot with the state from which each sequence starts; −1 marks padding, whatever `slots` says:
+    nothing of it is read or written, and its output is zero.
+    `slots`: where to write the state after each token: that after token i goes to `state[slots[b, i]]`; −1: not kept.
+
     To commit a tokens, call next with initial slot `slots[b, a-1]`; for a = 0 with the old one, which must not be among
-    `slots[b]` if that can happen. `initial_slots[b]` = −1: padding, whatever `slots[b]` says. Returns the outputs, in
-    v's dtype. `q`, `k`, `v` may be strided. Raises `ArgumentError` for arguments that do not fit, also for a slot
-    outside the pool.
+    `slots[b]` if that can happen. Returns the outputs, in v's dtype. Raises `ArgumentError` for arguments that do not
+    fit, `ContentError` for a slot outside the pool where slots are checked (short CPU tensors, or debug mode).
 
     Source: Gated Delta Networks, arXiv:2412.06464, equation 10.
     """
@@ -110,14 +114,22 @@ def gdn_verify_replay(
 ) -> Float[Tensor, "batch q_len v_heads d_v"]:
     """Drafted tokens of each sequence, whose inputs are kept and replayed once it is known how many of them count.
 
-    The first `kept[b]` tokens (0 to capacity) in a slot's buffers are committed but not yet in its state: the state
-    to start from is the slot's, advanced by them. If kept + q_len > capacity, that state is written to the pool and the
-    new tokens' k, v, g and beta go to rows 0 to q_len−1 of the buffers; otherwise the pool is only read and they go to
-    rows kept to kept+q_len−1.
-    The next call's `kept` is (0 if folded else kept) + the number of tokens accepted since. Buffers hold k and v as
-    they came, so `normalise` must not change between calls. Slot −1: padding. Returns the outputs, in v's dtype.
-    `q`, `k`, `v` may be strided. Raises `ArgumentError` for arguments that do not fit, also for a slot outside the pool
-    and a count above the capacity.
+    `q`, `k`, `v`, `g`, `beta`, `state`, `scale`, `normalise`: see module `gdn`. Buffers hold k and v as they came, so
+    `normalise` must not change between calls.
+    `kept_k`, `kept_v`, `kept_g`, `kept_beta`: the caller's buffers, one a slot of the pool, for the k, v, g and beta of
+    up to `capacity` tokens that are not in the slot's state yet. What they hold at first does not matter.
+    `slots`: the slot of each sequence in pool and buffers; −1 marks padding: nothing of it is read or written, and its
+    output is zero.
+    `kept`: how many tokens at the head of a slot's buffers, 0 to capacity, are committed but not yet in its state; 0
+    after a prefill. The state to start from is the slot's, advanced by them.
+
+    If kept + q_len > capacity, the call folds: it writes the state to start from to the pool, and the new tokens go to
+    rows 0 to q_len−1 of the buffers; otherwise the pool is only read and they go to rows kept to kept+q_len−1. The next
+    call's `kept` is (0 if folded else kept) + the number of tokens accepted since.
+
+    Returns the outputs, in v's dtype. Raises `ArgumentError` for arguments that do not fit, also for a capacity below
+    q_len; `ContentError` for a slot outside the pool or a count above the capacity where those are checked (short CPU
+    tensors, or debug mode).
 
     Source: Gated Delta Networks, arXiv:2412.06464, equation 10.
     """

@@ -32,8 +32,10 @@ def linear(
 ) -> Float[Tensor, "tokens out_features"]:
     """x · weightᵀ + bias, summed in float32.
 
-    `x` may be strided between tokens. All dtypes are the same, and so is the result's. Raises `ArgumentError` for
-    arguments that do not fit.
+    `x`: a row a token; may be strided between tokens. `weight`: a row an output feature. `bias`: a number an output
+    feature; None adds nothing.
+
+    All dtypes are the same, and so is the result's. Raises `ArgumentError` for arguments that do not fit.
 
     Source: `torch.nn.functional.linear`.
     """
@@ -62,8 +64,10 @@ def embedding(
 ) -> Float[Tensor, "tokens hidden"]:
     """The table's row for each id, zeros for id -1.
 
-    Ids are 0-based and below `vocab`. Returns the dtype of `table`. Raises `ArgumentError` for arguments that do not
-    fit, `ContentError` for an id out of range where ids are checked (short CPU tensors, or debug mode).
+    `ids`: token ids, 0-based and below `vocab`; -1 marks padding. `table`: the embedding matrix, a row an id.
+
+    Returns the dtype of `table`. Raises `ArgumentError` for arguments that do not fit, `ContentError` for an id out of
+    range where ids are checked (short CPU tensors, or debug mode).
 
     Source: `torch.nn.functional.embedding`.
     """

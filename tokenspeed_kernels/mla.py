@@ -1,5 +1,8 @@
 """Multi-head latent attention: decode on the paged latent cache, expanded prefill, cache write, merging of states.
 
+`kv_cache`: the caller's pool of pages for one layer, shared by all sequences. A page has room for `page` tokens; the row
+of a token is its normed latent followed by its rotated key, which all heads share.
+
 Sources: DeepSeek-V2 (arXiv:2405.04434) for the latent cache and its absorbed form; FlashAttention-2 (arXiv:2307.08691)
 for log-sum-exp merging.
 """
@@ -52,19 +55,21 @@ def mla_decode(
 ) -> tuple[Float[Tensor, "batch q_len heads latent"], Float32[Tensor, "batch q_len heads"]]:
     """Causal attention of each sequence's last `q_len` tokens over its latent cache, in the absorbed form.
 
-    All heads share one cached row a token, which is key and value at once: the score is `scale` · q·row over all `qk`
-    values, the value is the row's first `latent`. `q` is therefore the absorbed query, W_Kᵀ·q_nope followed by the
-    rotary part, and `scale` that of the expanded form, (nope + rope)^−½ · corrections, not qk^−½.
-
-    `seq_lens` counts the cached tokens of each sequence with the `q_len` new ones, which are written before; query i
-    sees the first seq_len − q_len + i + 1 rows. Token p lies on page `page_table[b, p // page]` at offset p % page;
-    entries past a sequence's end are -1 and not read, and slots past its end may hold anything, NaN included. Pages
-    may be strided in the cache, and rows in a page.
+    `q`: absorbed queries, W_Kᵀ·q_nope followed by the rotated part.
+    `kv_cache`: the paged cache, see the module. All heads share a token's row, which is key and value at once: the
+    score is `scale` · q·row over all `qk` numbers, the value is the row's first `latent`. Pages may be strided in the
+    cache, and rows in a page. Rows past a sequence's end may hold anything, NaN included.
+    `page_table`: each sequence's pages in order. Token p, counted from 0, lies on page `page_table[b, p // page]` at
+    offset p % page. Entries past a sequence's last page are -1 and not read; before it there is no -1.
+    `seq_lens`: cached tokens of each sequence with the `q_len` new ones, which are written before; query i sees the
+    first seq_len − q_len + i + 1 rows. 0 for a padding sequence.
+    `latent`: width of the value, 1 to qk.
+    `scale`: that of the expanded form, (nope + rope)^−½ · corrections, not qk^−½.
 
     Returns the attended latents, in the dtype of `q`, and the natural log of the sums of exponentials of the scores. A
-    query that sees nothing (every query of a padding sequence of length 0) gives zeros and −inf. Raises `ArgumentError`
-    for arguments that do not fit, `ContentError` for bad pages or lengths where those are checked (short CPU tensors,
-    or debug mode).
+    query that sees nothing (every query of a padding sequence) gives zeros and −inf. Raises `ArgumentError` for
+    arguments that do not fit, `ContentError` for bad pages or lengths where those are checked (short CPU tensors, or
+    debug mode).
 
     Source: DeepSeek-V2, section 2.1 and appendix C; absorption as in the DeepSeek-V3 reference implementation.
     """
@@ -118,12 +123,15 @@ def mla_prefill(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "tokens heads v_dim"], Float32[Tensor, "tokens heads"]]:
-    """Attention of packed queries over packed keys and values, in the expanded form: heads of their own, v_dim ≠ qk.
+    """Attention of packed queries over packed keys and values in the expanded form, where every head has its own.
 
-    Sequence s has the queries `cu_seqlens_q[s]` up to `cu_seqlens_q[s+1]` and the keys `cu_seqlens_k[s]` up to
-    `cu_seqlens_k[s+1]`. `causal`: the queries are the sequence's last tokens, so that query i of n sees the first
-    keys − n + i + 1 keys; otherwise every query sees all of them, as it does of a cached prefix. Scores are `scale` ·
-    q·k. `q`, `k` and `v` may be strided but for their last dim.
+    `q`: queries, sequence after sequence. `k`, `v`: keys and values of each sequence in the same order; values may be
+    of another width than keys. All three may be strided but for their last dim.
+    `cu_seqlens_q`, `cu_seqlens_k`: sequence s has the queries `cu_seqlens_q[s]` up to `cu_seqlens_q[s+1]` and the keys
+    `cu_seqlens_k[s]` up to `cu_seqlens_k[s+1]`, possibly none.
+    `scale`: scores are `scale` · q·k; (nope + rope)^−½ · corrections in the models.
+    `causal`: true: the queries are the sequence's last tokens, so that query i of n sees the first keys − n + i + 1
+    keys. False: every query sees all of them, as it does of a cached prefix.
 
     Returns the normalised outputs, in the dtype of `q`, and the natural log of the sums of exponentials of the scores,
     from which `merge_states` joins chunks of keys. A query that sees nothing gives zeros and −inf. Raises
@@ -171,10 +179,13 @@ def mla_cache_write(
 ) -> None:
     """Stores the latents and the rotated keys of new tokens side by side in the cache, which is changed in place.
 
-    Token t goes to slot `slot_mapping[t]` = page id · page + offset in the page. Slots are distinct; a token of slot
-    -1 is not stored, and nothing else in the cache is touched. `latent`, `k_rope` and the cache may be strided but for
-    their last dim. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a slot out of range where
-    slots are checked (short CPU tensors, or debug mode).
+    `latent`: latents of the new tokens, normed already, of any sequences in any order. `k_rope`: their rotated keys.
+    `slot_mapping`: where each goes: page id · page + offset in the page, no slot twice; -1: the token is not stored.
+    `kv_cache`: the pool, see the module; nothing but the slots named is touched.
+
+    `latent`, `k_rope` and the cache may be strided but for their last dim. Raises `ArgumentError` for arguments that do
+    not fit, also for rows that are not as wide as both together; `ContentError` for a slot out of range where slots are
+    checked (short CPU tensors, or debug mode).
 
     Source: DeepSeek-V2, section 2.1.3.
     """
@@ -208,9 +219,11 @@ def merge_states(
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float32[Tensor, "tokens heads"]]:
     """Attention over two disjoint sets of keys, from the attention over each.
 
-    `out_a`, `out_b`: normalised outputs. `lse_a`, `lse_b`: natural log of the sums of exponentials, −inf for a side
-    without keys. Returns the merged outputs and their log-sum-exp. A side of −inf leaves the other bit-equal; two
-    empty sides give zeros and −inf. Raises `ArgumentError` for arguments that do not fit.
+    `out_a`, `out_b`: normalised outputs, those of an empty side finite. `lse_a`, `lse_b`: natural log of the sums of
+    exponentials, −inf for a side without keys.
+
+    Returns the merged outputs and their log-sum-exp. A side of −inf leaves the other bit-equal; two empty sides give
+    zeros and −inf. Raises `ArgumentError` for arguments that do not fit.
 
     Source: FlashAttention-2, section 3.1.
     """

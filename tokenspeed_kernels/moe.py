@@ -32,10 +32,12 @@ def moe_route(
 ) -> tuple[Float32[Tensor, "tokens top_k"], Int32[Tensor, "tokens top_k"]]:
     """The `top_k` likeliest experts of each token, in descending order of probability, and their weights.
 
-    `logits`: router logits, finite. Returns the probabilities of the chosen experts (float32 softmax over all of
-    them; with `renormalise` divided by their sum, so that a token's weights add up to 1) and the experts' ids. Among
-    equal logits any choice and any order will do. Raises `ArgumentError` for arguments that do not fit, also for a
-    `top_k` below 1 or above the number of experts.
+    `logits`: router logits, finite; may be strided between tokens. `top_k`: experts a token, 1 to the number of them.
+    `renormalise`: whether a token's weights are divided by their sum and so add up to 1.
+
+    Returns the weights, which are the probabilities of the chosen experts by a float32 softmax over all of them, and
+    the experts' ids. Among equal logits any choice and any order will do. Raises `ArgumentError` for arguments that do
+    not fit, also for a `top_k` below 1 or above the number of experts.
 
     Source: Switch Transformers, section 2.1, with top-k weights renormalised as in Mixtral (arXiv:2401.04088).
     """
@@ -80,11 +82,16 @@ def moe_experts(
 ) -> Float[Tensor, "tokens hidden"]:
     """Weighted sum of each token's experts: Σ w · down_e(silu(gate_e x) · up_e x).
 
-    `gate_up`: the rows of the gate, then those of the up projection. `weights` and `ids` as `moe_route` returns
-    them, in any order; an expert may occur twice. An id of -1 (padding, or an expert that lives elsewhere)
-    contributes nothing: neither its weight nor, for a token without any expert, its row of `x` is read, and the
-    output is zero. Sums are float32, rounded once. Raises `ArgumentError` for arguments that do not fit, `ContentError`
-    (short CPU tensors and debug mode) for an id that is no expert.
+    `x`: a row a token; may be strided between tokens. `gate_up`: of each expert the rows of the gate, then those of the
+    up projection. `down`: of each expert the projection back to `hidden`.
+    `weights`, `ids`: the weight of each chosen expert and its place in `gate_up` and `down`, as `moe_route` returns
+    them, in any order; an expert may occur twice. An id of -1 (padding, or an expert that lives elsewhere) contributes
+    nothing: neither its weight nor, for a token without any expert, its row of `x` is read, and such a token's output
+    is zero.
+
+    Sums are float32; what passes from one projection to the next may be rounded to x's dtype, as the result is. Raises
+    `ArgumentError` for arguments that do not fit, `ContentError` for an id that is no expert where ids are checked
+    (short CPU tensors, or debug mode).
 
     Source: GLU Variants, equation 6 (SwiGLU), with routing as in Switch Transformers.
     """
@@ -115,7 +122,9 @@ def silu_mul(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "rows width//2"]:
-    """silu(gate) · up in float32, rounded once; the gate is the first half of each row, up the second.
+    """silu(gate) · up in float32, rounded once.
+
+    `gate_up`: the gate in the first half of each row, up in the second; may be strided between rows.
 
     Raises `ArgumentError` for arguments that do not fit, also for an odd width.
 
@@ -146,7 +155,9 @@ def sigmoid_mul(
 ) -> Float[Tensor, "rows dim"]:
     """x · sigmoid(gate) in float32, rounded once.
 
-    `gate` has a value for each element of `x` (output gate of attention) or one a row (gate of a shared expert).
+    `x`: what is gated. `gate`: before the sigmoid, a value for each element of `x` (output gate of attention) or one a
+    row (gate of a shared expert). Both may be strided between rows.
+
     Raises `ArgumentError` for arguments that do not fit, also for a gate of any other width.
 
     Source: output gate of gated attention (arXiv:2505.06708); shared expert of Qwen2-MoE.

@@ -1,5 +1,19 @@
 """n-gram embeddings: hashes of the last tokens, rows of a large table, and their gated injection into the residual.
 
+What the ops share:
+
+`ids`: token ids of all sequences, packed; −1 marks padding, which gives rows of −1, zeros in the embedding, and counts
+as `eos` for what follows it.
+`context`: the order − 1 ids before each sequence's first one, oldest first, `eos` where there are none.
+`cu_seqlens`: sequence s has ids[cu_seqlens[s] : cu_seqlens[s + 1]], possibly none.
+`multipliers`: the hash's factors: [0] of the token, [i] of its i-th predecessor.
+`moduli`, `offsets`: how many table rows each head hashes into, at least 1, and the first of them.
+`eos`: the id that ends a text. Once a predecessor is `eos`, all older ones count as it too; an `eos` token itself
+still sees its own predecessors.
+`table`: the rows of all heads; more than 2^31 elements are fine.
+`scale`: one factor for the whole table, or one a row; None for 1.
+`dtype`: of the embedding: bfloat16, float16 or float32.
+
 Sources: the Qwen3.8-Flash-Next reference implementation; hashed n-gram tables go back to fastText
 (arXiv:1607.04606), their gated use inside a layer to Engram (arXiv:2601.07372).
 """
@@ -19,6 +33,7 @@ class Positive:
     """A content check: all values are at least 1, as a divisor of hashes must be."""
 
     argument: str
+    needs: tuple[str, ...] = ()
 
     def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
         if wrong := [value for value in values.tolist() if value < 1]:
@@ -76,16 +91,15 @@ def ngram_hash(
 ) -> Int64[Tensor, "tokens heads"]:
     """The table rows of every token's n-grams, for all n from 2 to `order`.
 
+    `ids`, `context`, `cu_seqlens`, `multipliers`, `moduli`, `offsets`, `eos`: see the module.
+
     With t0 the token and t1, t2, ... its predecessors, the hash of the n-gram is the exclusive or of
     t_i · multipliers[i] for i < n, on wrapping signed 64-bit integers. Head j looks at n-grams of
     n = 2 + j // (heads / (order − 1)) tokens: its row is (hash mod moduli[j]) + offsets[j], the modulo floored, so
     never negative.
 
-    `ids`: token ids of all sequences, packed; sequence s has ids[cu_seqlens[s] : cu_seqlens[s + 1]]. `context`: the
-    order − 1 ids before each of them, oldest first, `eos` where there are none. A predecessor that is `eos` makes all
-    older ones count as `eos` too; an `eos` token itself still sees its own predecessors. An id of −1 is padding: its
-    rows are −1, and what follows it sees it as `eos`. Returns the rows, int64, as a table past 2^31 rows needs.
-    Raises `ArgumentError` for arguments that do not fit, `ContentError` for bad offsets or a modulus below 1.
+    Returns the rows, int64, as a table past 2^31 rows needs. Raises `ArgumentError` for arguments that do not fit,
+    `ContentError` for bad offsets or a modulus below 1 where those are checked (short CPU tensors, or debug mode).
 
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation.
     """
@@ -145,10 +159,10 @@ def ngram_lookup(
 ) -> Float[Tensor, "tokens heads*dim"]:
     """The table rows of each token, one behind the other: embedding[t, j·dim : (j+1)·dim] = table[rows[t, j]] · scale.
 
-    `rows` of −1 give zeros. `table` is bfloat16, float16, float32 or float8_e4m3fn and may exceed 2^31 elements.
-    `scale` holds one factor for the whole table or one a row; None is 1. `dtype` is that of the result: bfloat16,
-    float16 or float32. The product is float32 and rounds once. Raises `ArgumentError` for arguments that do not fit,
-    `ContentError` for a row outside the table.
+    `rows`: what `ngram_hash` returns; −1 gives zeros. `table`, `scale`, `dtype`: see the module.
+
+    The product is float32 and rounds once. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a
+    row outside the table where rows are checked (short CPU tensors, or debug mode).
 
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation; its float8 checkpoints for the scales.
     """
@@ -194,8 +208,11 @@ def ngram_embed(
 ) -> Float[Tensor, "tokens heads*dim"]:
     """`ngram_hash`, then `ngram_lookup` of its rows, which are never stored.
 
-    moduli[j] + offsets[j] must not exceed the table's rows. Returns zeros for padding ids (−1). Raises
-    `ArgumentError` for arguments that do not fit, `ContentError` for bad offsets or a modulus below 1.
+    `ids`, `context`, `cu_seqlens`, `multipliers`, `moduli`, `offsets`, `eos`, `table`, `scale`, `dtype`: see the
+    module. moduli[j] + offsets[j] must not exceed the table's rows, of which only the offsets are checked.
+
+    Raises `ArgumentError` for arguments that do not fit, `ContentError` for bad offsets of either kind or a modulus
+    below 1 where those are checked (short CPU tensors, or debug mode).
 
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation.
     """
@@ -234,16 +251,17 @@ def ngram_gate(
 ) -> tuple[Float[Tensor, "tokens streams hidden"], Float[Tensor, "tokens streams hidden"]]:
     """How much of an n-gram's value each residual stream takes, by the likeness of stream and key.
 
-    With norm(x; w) = x · rsqrt(mean(x²) + eps) · (1 + w) over each stream by itself:
+    With norm(x; w) = x · rsqrt(mean(x²) + eps) · (1 + w) over each stream by itself, in float32:
 
         a          = sum(norm(key; norm_key) · norm(x; norm_query)) / √hidden
         gated      = sigmoid(sign(a) · √max(|a|, 1e-6)) · value, where sign(0) = 0
         conv_input = norm(gated; norm_conv)
 
-    `x`: the residual streams. `key`, `value`: projections of the n-gram embedding, without norm. All are bfloat16,
-    float16 or float32, of one dtype; the arithmetic is float32. `conv_input` goes through the causal convolution of
-    dilation `order`, whose output `ngram_inject` adds together with `gated`. Raises `ArgumentError` for arguments
-    that do not fit.
+    `x`: the raw residual streams. `key`, `value`: projections of the n-gram embedding, without norm; all streams share
+    a value. `norm_key`, `norm_query`, `norm_conv`: norm weights, stored centred at zero. `eps`: added to mean squares.
+
+    `conv_input` goes through the causal convolution of dilation `order`, whose output `ngram_inject` adds together
+    with `gated`. Raises `ArgumentError` for arguments that do not fit.
 
     Source: n-gram layer of the Qwen3.8-Flash-Next reference implementation.
     """
@@ -279,8 +297,9 @@ def ngram_inject(
 ) -> None:
     """Adds an n-gram layer's gated value and its convolution to the residual streams, in place: x += gated + conv.
 
-    All are bfloat16, float16 or float32, of one dtype; the sums are float32 and round once. Raises `ArgumentError`
-    for arguments that do not fit.
+    `x`: the raw residual streams. `gated`: from `ngram_gate`. `conv`: the convolution of its `conv_input`.
+
+    The sums are float32 and round once. Raises `ArgumentError` for arguments that do not fit.
 
     Source: n-gram layer of the Qwen3.8-Flash-Next reference implementation.
     """

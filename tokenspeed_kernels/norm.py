@@ -31,8 +31,10 @@ def rms_norm(
 ) -> Float[Tensor, "rows dim"]:
     """x / √(mean(x²) + eps) · w over each row, in float32 with one rounding at the end.
 
-    w is `weight`, or 1 + `weight` where it is stored `zero_centred`; its dtype may differ from x's. `x` may be strided
-    between rows. Returns the dtype of `x`. Raises `ArgumentError` for arguments that do not fit.
+    `x`: may be strided between rows. `weight`: w itself, or w − 1 where it is stored `zero_centred`, so that the op
+    adds 1; its dtype may differ from x's. `eps`: added to the mean of squares, in its units.
+
+    Returns the dtype of `x`. Raises `ArgumentError` for arguments that do not fit.
 
     Source: Root Mean Square Layer Normalization, equation 4.
     """
@@ -63,9 +65,12 @@ def grouped_rms_norm(
 ) -> Float[Tensor, "rows groups dim"]:
     """`rms_norm` of each group of each row on its own, with weights of its own per group.
 
-    In float32 with one rounding at the end; the dtype of `weight` may differ from x's. `x` may be strided but for its
-    last dim: head slices of a fused projection are. Returns the dtype of `x`. Raises `ArgumentError` for arguments
-    that do not fit.
+    `x`: may be strided but for its last dim: head slices of a fused projection are. `weight`, `zero_centred`: w of
+    every group, or w − 1 where it is stored `zero_centred`; its dtype may differ from x's. `eps`: added to the mean of
+    squares of a group.
+
+    In float32 with one rounding at the end. Returns the dtype of `x`. Raises `ArgumentError` for arguments that do not
+    fit.
 
     Source: the streams' norm of gated residuals, Qwen3.8-Flash-Next model description in docs/models.md.
     """

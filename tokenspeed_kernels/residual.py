@@ -1,5 +1,14 @@
 """Gated residual: several residual streams a token, mixed into each sublayer's input and injected with its output.
 
+What the ops share:
+
+`x`: the raw streams of each token. `y`: the output of the sublayer for the same tokens.
+`inject`: how much of `y` each stream takes, 0 to 2: the gates which the mix before that sublayer returned.
+`norm_weight`: weight of each stream's norm, stored centred at zero.
+`w_down`, `w_up`: projections of the flattened streams down to `rank` numbers and up again to the mixing gates.
+`w_inject`: projection to the injection gates; of 0 rows for a mixer after which nothing is injected.
+`eps`: added to the mean of squares of a stream, in its units.
+
 Sources: Hyper-Connections (arXiv:2409.19606) for the idea; the Qwen3.8-Flash-Next reference implementation for this
 form, in which the mix reads the normalised streams and the injection adds to the raw ones.
 """
@@ -51,16 +60,17 @@ def residual_mix(
 ) -> tuple[Float[Tensor, "tokens hidden"], Float32[Tensor, "tokens gates"]]:
     """The input of a sublayer from the residual streams, and the gates with which its output will be injected.
 
-    With n = x · rsqrt(mean(x²) + eps) · (1 + norm_weight), the mean taken over each stream by itself, and n flattened
+    `x`, `norm_weight`, `w_down`, `w_up`, `w_inject`, `eps`: see the module; all weights have the dtype of `x`. With
+    n = x · rsqrt(mean(x²) + eps) · (1 + norm_weight), the mean taken over each stream by itself, and n flattened
     stream by stream for the projections:
 
         low    = silu(w_down n / streams)
         mixed  = mean over streams of sigmoid(w_up low) ⊙ n
         inject = 2 sigmoid(w_inject n / streams)
 
-    `x` holds the raw streams, bfloat16, float16 or float32, and all weights have its dtype. `gates` is `streams`, or 0
-    for a mixer after which nothing is injected; `inject` is then [tokens, 0]. Returns `mixed` in the dtype of `x` and
-    `inject` in float32, to be handed to `residual_inject`. Raises `ArgumentError` for arguments that do not fit.
+    Returns `mixed` in the dtype of `x` and `inject` in float32, to be handed to `residual_inject`; [tokens, 0] where
+    `w_inject` has no rows. Raises `ArgumentError` for arguments that do not fit, also for a `w_inject` of any other
+    number of rows than 0 or `streams`.
 
     Source: gated residual of the Qwen3.8-Flash-Next reference implementation.
     """
@@ -98,8 +108,8 @@ def residual_inject(
 ) -> None:
     """Adds a sublayer's output to every residual stream, in place: x[t, s] += inject[t, s] · y[t].
 
-    `x` and `y` are bfloat16, float16 or float32, of one dtype; `inject` comes from `residual_mix`. Product and sum
-    are float32 and the sum is rounded once. Raises `ArgumentError` for arguments that do not fit.
+    `x`, `y`, `inject`: see the module; `x` and `y` are of one dtype. Product and sum are float32 and the sum is rounded
+    once. Raises `ArgumentError` for arguments that do not fit.
 
     Source: gated residual of the Qwen3.8-Flash-Next reference implementation.
     """
@@ -143,9 +153,11 @@ def residual_inject_mix(
 ) -> tuple[Float[Tensor, "tokens hidden"], Float32[Tensor, "tokens gates"]]:
     """`residual_inject` of one sublayer, then `residual_mix` for the next, in one pass over the streams.
 
-    `x` is updated in place. `inject` belongs to `y`; the weights, of the dtype of `x`, belong to the next sublayer.
+    `x`: the raw streams, updated in place. `y`, `inject`: output and gates of the sublayer that is done.
+    `norm_weight`, `w_down`, `w_up`, `w_inject`, `eps`: those of the next one; weights have the dtype of `x`.
+
     Returns `mixed` and the gates of the next injection, as `residual_mix` does. Raises `ArgumentError` for arguments
-    that do not fit.
+    that do not fit, as `residual_mix` does.
 
     Source: gated residual of the Qwen3.8-Flash-Next reference implementation.
     """

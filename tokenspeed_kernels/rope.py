@@ -38,11 +38,15 @@ def rope(
 ) -> Float[Tensor, "tokens heads dim"]:
     """Rotates pairs among the first 2·half dims of every head by position · inv_freq; the other dims are copied.
 
-    Pair i is dims (i, i + half) in "neox" style and dims (2i, 2i + 1) in "interleaved" style, where a rotated pair
-    stays in its place. `positions` are 0-based token positions, `inv_freq` radians per token. The angle is a float32
-    product; cosine and sine are multiplied by `factor` (YaRN's; 1 for plain RoPE) in float32 and rounded to x's dtype,
-    in which models store them; the rotation itself is in float32 with one rounding. `x` may be strided but for its
-    last dim. Returns the dtype of `x`. Raises `ArgumentError` for arguments that do not fit.
+    `x`: queries or keys; may be strided but for the last dim. `positions`: 0-based position of each token.
+    `inv_freq`: radians a token, one a pair.
+    `style`: pair i is dims (i, i + half) in "neox" style and dims (2i, 2i + 1) in "interleaved" style, where a rotated
+    pair stays in its place.
+    `factor`: multiplies cosine and sine (YaRN's attention factor; 1 for plain RoPE).
+
+    The angle is a float32 product; cosine and sine, times `factor`, are rounded to x's dtype, in which models store
+    them; the rotation itself is in float32 with one rounding. Returns the dtype of `x`. Raises `ArgumentError` for
+    arguments that do not fit.
 
     Source: RoFormer, section 3.2.2; YaRN (arXiv:2309.00071) for `factor`.
     """

@@ -38,17 +38,19 @@ def sample(
 ) -> Int64[Tensor, "batch"]:
     """One token id a row, drawn by inverting the cumulative distribution at `uniform`.
 
-    Tokens are ordered by logit, largest first, equal ones by id. The first `top_k` are kept (0 or less, or more than
-    the vocabulary: all); of these, with probabilities softmax(logits / temperature) over what top_k kept, the fewest
-    whose mass reaches `top_p`, at least one (1 or more: all). The id is the first whose cumulative probability,
-    renormalised over what is kept, exceeds `uniform`, a number in [0, 1).
+    `logits`: after penalties and masks, before the temperature. A NaN counts as −inf, a token at −inf is never drawn,
+    tokens at +inf share all mass, and a row without any token left gives id 0.
+    `temperature`: divides the logits; 0 or less takes the first token of the order below, whatever else is given.
+    `top_k`: how many tokens are kept; 0 or less, or more than the vocabulary: all.
+    `top_p`: of those, whose probabilities softmax(logits / temperature) add up to 1, the fewest whose mass reaches
+    `top_p` are kept, at least one; 1 or more: all.
+    `uniform`: a random number in [0, 1), drawn by the caller, who so owns the seed.
 
-    `temperature` 0 takes the first token of the order, whatever the other parameters say. A NaN logit counts as −inf,
-    a token at −inf is never drawn, tokens at +inf share all mass, and a row without any token left gives id 0. Rows
-    do not affect one another. Returns int64 ids from 0 to vocab − 1. Raises `ArgumentError` for arguments that do not
-    fit.
+    Tokens are ordered by logit, largest first, equal ones by id. The id is the first whose cumulative probability,
+    renormalised over what is kept, exceeds `uniform`. Rows do not affect one another. Returns int64 ids from 0 to
+    vocab − 1. Raises `ArgumentError` for arguments that do not fit.
 
-    Source: arXiv:1805.04833 and arXiv:1904.09751.
+    Source: arXiv:1805.04833 (top-k) and arXiv:1904.09751 (top-p).
     """
     ids = []
     for row in range(logits.shape[0]):
@@ -107,11 +109,14 @@ def logprobs(
 ) -> tuple[Float32[Tensor, "batch"], Float32[Tensor, "batch top"], Int64[Tensor, "batch top"]]:
     """Log-probabilities, natural, of the chosen ids and of the `top` most probable tokens of each row.
 
-    They are logit − log(sum(exp(logits))), in float32, of the logits as they come: temperature, top-k and top-p are
-    the caller's to apply. The most probable come first, equal ones by id. A NaN logit counts as −inf; in a row
-    without any other every log-probability is −inf. +inf logits have no defined result. An id of −1 is padding: its
-    results are zeros. `top` is from 0 to vocab. Returns (logprob, top_logprobs, top_ids). Raises `ArgumentError` for
-    arguments that do not fit, `ContentError` for an id outside the vocabulary.
+    `logits`: taken as they come: temperature, top-k and top-p are the caller's to apply. A NaN counts as −inf; in a row
+    without any other every log-probability is −inf. +inf has no defined result.
+    `ids`: the token chosen in each row; −1 marks padding, whose results are all zeros.
+    `top`: how many of the most probable tokens to return, 0 to vocab.
+
+    Log-probabilities are logit − log(sum(exp(logits))), in float32. The most probable come first, equal ones by id.
+    Returns (logprob, top_logprobs, top_ids). Raises `ArgumentError` for arguments that do not fit, `ContentError` for
+    an id outside the vocabulary where ids are checked (short CPU tensors, or debug mode).
 
     Source: the definition of log-softmax.
     """

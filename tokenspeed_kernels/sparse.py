@@ -2,7 +2,13 @@
 
 A block is `ratio` consecutive tokens of a sequence, counted from its start. The indexer pools the raw index keys of a
 block into one block key; a query scores the complete blocks before it, keeps the best, and attends to all of their
-tokens and to the tail, the tokens after the last complete block.
+tokens and to the tail, the tokens after the last complete block. What the ops share:
+
+`cu_seqlens`: sequence s has the packed new tokens cu_seqlens[s] up to cu_seqlens[s+1], possibly none.
+`seq_lens`: tokens of each sequence, counting the new ones, which are its last; 0 for a padding sequence.
+`page_table`: each sequence's pages in order, −1 where it has none; what lies there is neither read nor written.
+`block_cache`: the caller's pool of block keys. A page holds `blocks` of them: block b of sequence s lies at
+`block_cache[page_table[s, b // blocks], b % blocks]`.
 
 Sources: Native Sparse Attention (arXiv:2502.11089) for attention to chosen blocks, DeepSeek-V3.2 (arXiv:2512.02556)
 for the indexer with its ReLU scores; the Qwen3.8-Flash-Next model description in docs/models.md for this form.
@@ -64,23 +70,28 @@ def index_cache_write(
 ) -> None:
     """Remembers the raw index keys of new tokens, and writes the keys of the blocks which they complete.
 
-    `raw_k`: raw keys (neither normed nor rotated) of packed sequences, whose `seq_lens` count them already: the token
-    at position p goes to `ring[slot, p % ring_rows]`. Whenever p is the last position of a block, the block's raw
-    keys, from this call or else from the ring as it was before the call, give its key:
+    `cu_seqlens`, `seq_lens`, `page_table`, `block_cache`: see the module.
+    `raw_k`: raw keys of the new tokens, neither normed nor rotated; may be strided between tokens.
+    `ring`: the caller's pool of the last raw keys of each sequence: the token at position p goes to
+    `ring[slot, p % ring_rows]`.
+    `slots`: each sequence's slot of the ring, no two the same; −1 marks padding: nothing of it is read or written.
+    `weight`: of the block keys' norm, stored centred at zero. `eps`: added to the mean of squares.
+    `inv_freq`: radians a token of each pair of dims that rotates. `ratio`: tokens a block.
 
-        mean (float32) → RMS norm with weight 1 + `weight` → RoPE at the position of the block's first token,
+    Whenever p is the last position of a block, the block's raw keys, from this call or else from the ring as it was
+    before the call, give its key, rounded to their dtype at each arrow and at the end:
 
-    each rounded to the dtype of the keys; the rotation is in NeoX pairs over the first 2·half dims, its angles and
-    cosines in float32. Block b goes to `block_cache[page_table[seq, b // blocks], b % blocks]`.
+        mean (float32) → RMS norm with weight 1 + `weight` → `rope` at the position of the block's first token.
 
     The ring makes speculation reversible: a sequence may be continued from any earlier length, its block keys are then
     written anew. For that it must keep the raw keys of the open block while those of rejected tokens pass:
     `ring_rows >= ratio + n − 1` for verification of n tokens of which any number is accepted, one row less where at
-    least one always is. A sequence with slot −1, and tokens at negative positions (a padding sequence of length 0),
-    neither read nor write anything; a block whose page is −1 is not written.
+    least one always is. Tokens at negative positions (a padding sequence of length 0) are ignored.
 
-    Raises `ArgumentError` for arguments that do not fit, `ContentError` (short CPU tensors and debug mode) for offsets,
-    pages, slots or lengths out of range.
+    Raises `ArgumentError` for arguments that do not fit, `ContentError` for offsets, pages, slots or lengths out of
+    range where those are checked (short CPU tensors, or debug mode).
+
+    Source: Qwen3.8-Flash-Next model description in docs/models.md, sparse selection.
     """
     dim, ring_rows, blocks = raw_k.shape[1], ring.shape[1], block_cache.shape[1]
     starts, lengths, table = cu_seqlens.tolist(), seq_lens.tolist(), page_table.tolist()
@@ -133,11 +144,15 @@ def index_scores(
 ) -> Float32[Tensor, "tokens max_blocks"]:
     """How much each new token wants each complete block before it: Σ_heads relu(q · block key) / √dim, in float32.
 
-    `q`: index queries, normed and rotated, of packed sequences whose `seq_lens` count the new tokens already. The token
-    at position p sees the blocks b < (p + 1) // ratio, its own too where it completes it. All other scores are −inf,
-    also those of a block whose page is −1. `max_blocks` is the number of blocks to score, which should be at least
-    those of the longest sequence. Raises `ArgumentError` for arguments that do not fit, `ContentError` (short CPU
-    tensors and debug mode) for offsets, pages or lengths out of range.
+    `cu_seqlens`, `seq_lens`, `page_table`, `block_cache`: see the module.
+    `q`: index queries of the new tokens, normed and rotated; may be strided but for the last dim.
+    `ratio`: tokens a block. `max_blocks`: how many blocks to score; those past it are never chosen, so at least as many
+    as the longest sequence has.
+
+    The token at position p sees the blocks b < (p + 1) // ratio, its own too where it completes it. All other scores
+    are −inf, also those of a block whose page is −1. Raises `ArgumentError` for arguments that do not fit,
+    `ContentError` for offsets, pages or lengths out of range where those are checked (short CPU tensors, or debug
+    mode).
 
     Source: DeepSeek-V3.2, equation 1, without weights of the heads.
     """
@@ -171,8 +186,13 @@ def topk_blocks(
 ) -> Int32[Tensor, "tokens top_k"]:
     """The blocks with the `top_k` highest scores of each token, in any order, each once.
 
-    A score of −inf is never chosen; where fewer are left, −1 fills the end of the row. Among equal scores any choice
-    will do. Raises `ArgumentError` for arguments that do not fit.
+    `scores`: of each block, as `index_scores` returns them, without NaN; −inf is never chosen. `top_k`: blocks a token,
+    at least 1.
+
+    Where fewer than `top_k` are left, −1 fills the end of the row. Among equal scores any choice will do. Raises
+    `ArgumentError` for arguments that do not fit.
+
+    Source: DeepSeek-V3.2, section 2.1: the selector of its indexer, here of blocks.
     """
     blocks = torch.full((scores.shape[0], top_k), -1, dtype=torch.int32)
     for token, row in enumerate(scores.tolist()):
@@ -223,16 +243,19 @@ def sparse_attention(
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float32[Tensor, "tokens heads"]]:
     """Softmax attention of each new token over all tokens of its chosen blocks and over its tail.
 
-    `q`: queries of packed sequences whose keys and values are in the paged caches already and counted by `seq_lens`;
-    query head h reads key-value head h // (heads // kv_heads). `blocks`: the chosen blocks of each token, the same for
-    all heads, each at most once, in any order. The token at position p attends to the tokens of those below
-    m = (p + 1) // ratio; all other entries, such as the filling −1, are ignored. To the tail, the tokens ratio·m to p,
-    it always attends. A token on page −1 is left out.
+    `cu_seqlens`, `seq_lens`, `page_table`: see the module; token p of a sequence lies on page `page_table[s, p // page]`
+    at offset p % page, and is left out where that page is −1.
+    `q`: queries of the new tokens, rotated. Query head h reads key/value head h // (heads // kv_heads).
+    `k_cache`, `v_cache`: the caller's paged pools of keys and values, those of the new tokens written already.
+    `blocks`: the chosen blocks of each token, the same for all heads, each at most once, in any order. The token at
+    position p attends to the tokens of those below m = (p + 1) // ratio; all other entries, such as the filling −1, are
+    ignored. To the tail, the tokens ratio·m to p, it always attends.
+    `ratio`: tokens a block; a page holds whole blocks. `scale`: scores are `scale` · q·k.
 
-    Returns the outputs and the natural log of the sums of exponentials of `scale` · q·k. A token that attends to
-    nothing (a negative position, in a padding sequence of length 0) gives zeros and −inf. Raises `ArgumentError` for
-    arguments that do not fit, `ContentError` (short CPU tensors and debug mode) for offsets, pages or lengths out of
-    range.
+    Queries and caches may be strided but for their last dim. Returns the outputs, in the dtype of `q`, and the natural
+    log of the sums of exponentials of the scores. A token that attends to nothing (a negative position, in a padding
+    sequence of length 0) gives zeros and −inf. Raises `ArgumentError` for arguments that do not fit, `ContentError` for
+    offsets, pages or lengths out of range where those are checked (short CPU tensors, or debug mode).
 
     Source: Native Sparse Attention, section 3.3.2.
     """

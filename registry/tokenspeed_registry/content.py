@@ -23,6 +23,11 @@ class ContentCheck(Protocol):
     @property
     def argument(self) -> str: ...
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the dims that `verify` reads; it is handed no others, since it may run on every call."""
+        ...
+
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
         """Raises `ContentError`."""
 
@@ -33,6 +38,10 @@ class Offsets:
 
     argument: str
     total: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.total,)
 
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
         offsets = values.tolist()
@@ -50,13 +59,15 @@ class Indices:
     argument: str
     below: str
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(self.below.split("*"))
+
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
         limit = evaluate(self.below, dims)
-        flat = values.tolist() if values.dim() == 1 else values.flatten().tolist()
-        if not flat or (min(flat) >= -1 and max(flat) < limit):
-            return
-        wrong = next(index for index in flat if not -1 <= index < limit)
-        raise ContentError(op, self.argument, f"indices from -1 to {self.below}-1={limit - 1}", str(wrong))
+        for index in values.tolist() if values.dim() == 1 else values.flatten().tolist():
+            if not -1 <= index < limit:
+                raise ContentError(op, self.argument, f"indices from -1 to {self.below}-1={limit - 1}", str(index))
 
 
 @dataclass(frozen=True)
@@ -66,15 +77,19 @@ class Lengths:
     argument: str
     capacity: tuple[str, ...]
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.capacity
+
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
         limit = 1
         for dim in self.capacity:
             limit *= dims[dim]
-        lengths = values.tolist()
-        if not lengths or (min(lengths) >= 0 and max(lengths) <= limit):
-            return
-        wrong = next(length for length in lengths if not 0 <= length <= limit)
-        raise ContentError(op, self.argument, f"lengths from 0 to {'*'.join(self.capacity)}={limit}", str(wrong))
+        for length in values.tolist():
+            if not 0 <= length <= limit:
+                raise ContentError(
+                    op, self.argument, f"lengths from 0 to {'*'.join(self.capacity)}={limit}", str(length)
+                )
 
 
 def _shorten(values: list[int]) -> str:

@@ -10,6 +10,7 @@ attributes `contract`, `reference` and `bind`.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -115,14 +116,14 @@ class Contract:
             if isinstance(output.dtype, str) and output.dtype not in sources:
                 raise RegistrationError(f"{self.name}: {output.name} takes its dtype from {output.dtype!r}, unknown")
 
-    @property
+    @functools.cached_property
     def dims(self) -> frozenset[str]:
         """Names of all dims that shapes bind and of all integer scalars."""
         expressions = (dim for tensor in self.tensors for dim in tensor.dims)
         bound = {name for expr in expressions for name in _names(expr)}
         return frozenset(bound | {scalar.name for scalar in self.scalars if scalar.type is int})
 
-    @property
+    @functools.cached_property
     def flags(self) -> tuple[ScalarParameter, ...]:
         """Scalars that are part of the dispatch key: all but free numbers, which may change from call to call."""
         return tuple(scalar for scalar in self.scalars if scalar.choices or scalar.type not in (int, float))

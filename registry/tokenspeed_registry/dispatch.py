@@ -27,6 +27,7 @@ hit vouches for it; only what may change under one key is checked on every call.
 """
 
 import inspect
+import keyword
 import linecache
 import re
 from collections.abc import Callable
@@ -40,13 +41,11 @@ from tokenspeed_registry.parameters import ScalarParameter, TensorParameter, is_
 _IDENTIFIER = re.compile(r"[a-z_]\w*")
 
 
-def generate(contract: Contract, compiled: bool) -> str:
-    """Source of the dispatching function. `compiled`: whether it hands over to the torch.library op under tracing."""
+def generate(contract: Contract) -> str:
+    """Source of the dispatching function, which hands over to the torch.library op under tracing."""
     names = [p.name for p in contract.parameters]
     tuple_of_args = f"({', '.join(names)},)"
-    lines = [f"def {contract.name}({_parameter_list(contract)}):"]
-    if compiled:
-        lines += _hand_over(contract)
+    lines = [f"def {contract.name}({_parameter_list(contract)}):", *_hand_over(contract)]
     dims, checks = _bindings(contract)
     lines += ["    try:", *(f"        {line}" for line in dims)]
     lines += [
@@ -72,6 +71,11 @@ def generate(contract: Contract, compiled: bool) -> str:
         call += ", out=out"
     lines.append(f"    return _kernel({call})")
     return "\n".join(lines) + "\n"
+
+
+def without_hand_over(contract: Contract, source: str) -> str:
+    """The same function for use as the torch.library op's implementation, which must not hand over to itself."""
+    return source.replace("\n".join(_hand_over(contract)) + "\n", "", 1)
 
 
 def build(contract: Contract, source: str, environment: dict[str, Any]) -> Callable[..., Any]:
@@ -172,7 +176,7 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
     # A relation of static dims alone was checked before its key entered the table.
     fixed = {*contract.static, *(flag.name for flag in contract.flags)}
     for relation in contract.where:
-        names = set(_IDENTIFIER.findall(relation))
+        names = set(_IDENTIFIER.findall(relation)) - set(keyword.kwlist)
         if not names <= fixed:
             absent = "".join(f"{_local(dim)} is None or " for dim in uncertain if dim in names)
             checks.append(f"({absent}({_expression(relation, contract)}))")
@@ -222,7 +226,8 @@ def _layout_and_device(contract: Contract, tensor: TensorParameter) -> list[str]
     name = tensor.name
     conditions = [f"not {name}.requires_grad"]
     if name in contract.strided:
-        conditions.append(f"({name}.stride(-1) == 1 or {name}.shape[-1] <= 1)")
+        # Contiguous is the usual case, and much cheaper to ask than one stride.
+        conditions.append(f"({name}.is_contiguous() or {name}.stride(-1) == 1 or {name}.shape[-1] <= 1)")
     else:
         conditions.append(f"{name}.is_contiguous()")
     if name in contract.host:
@@ -257,7 +262,7 @@ def _content(contract: Contract) -> list[str]:
     for index, check in enumerate(contract.checks):
         name = check.argument
         optional = any(tensor.name == name and tensor.optional for tensor in contract.tensors)
-        dims = ", ".join(f'"{dim}": {_local(dim)}' for dim in guard_dims(contract))
+        dims = ", ".join(f'"{dim}": {_local(dim)}' for dim in check.needs)
         condition = f"{name}.is_cpu and {name}.numel() <= {SHORT} or _settings.debug"
         lines += [
             f"    if {f'{name} is not None and ({condition})' if optional else condition}:",

@@ -11,7 +11,7 @@ import torch
 
 from tokenspeed_registry import self_check
 from tokenspeed_registry.contract import Contract
-from tokenspeed_registry.dispatch import build, generate, guard_dims
+from tokenspeed_registry.dispatch import build, generate, guard_dims, without_hand_over
 from tokenspeed_registry.errors import TokenspeedError
 from tokenspeed_registry.kernel import Kernel, Priority
 from tokenspeed_registry.library import define
@@ -41,18 +41,19 @@ class Dispatcher:
         self._registry = registry
         self._lock = threading.Lock()
         self._warned = False
-        environment = {"dispatcher": self, "scope": current_scope, "settings": registry.settings}
-        self.eager: Any = build(contract, generate(contract, compiled=False), environment)
-        environment |= {
-            "is_compiling": torch.compiler.is_compiling,
-            "copy_into": copy_into,
-            "library_op": define(registry.namespace, contract, self.eager),
-        }
-        self.source = generate(contract, compiled=True)
-        function: Any = build(contract, self.source, environment)
+        self._environment = {"dispatcher": self, "scope": current_scope, "settings": registry.settings}
+        library_op = define(registry.namespace, contract, lambda *args, **kwargs: self.eager(*args, **kwargs))
+        tracing = {"is_compiling": torch.compiler.is_compiling, "copy_into": copy_into, "library_op": library_op}
+        self.source = generate(contract)
+        function: Any = build(contract, self.source, self._environment | tracing)
         function.contract = contract
         function.bind = functools.partial(_bind, self)
         self.function = function
+
+    @functools.cached_property
+    def eager(self) -> Callable[..., Any]:
+        """The public function without its hand-over to torch.library, made when a compiled graph first runs the op."""
+        return build(self.contract, without_hand_over(self.contract, self.source), self._environment)
 
     def add_kernel(self, kernel: Kernel) -> None:
         with self._lock:

@@ -139,7 +139,7 @@ def test_chained_draft_attention_equals_stepping() -> None:
 
 
 def test_corpus_and_tokenizer_keep_text_and_hold_files_out(tmp_path: Path) -> None:
-    body = "def add(a, b):\n    total = a\n    total += b\n    # done\n    if total:\n        a = b\n        b = a\n    return total\n"
+    body = "def add(a, b):\n" + "    total = a + b\n" * 7 + "    return total\n"
     for number in range(80):
         (tmp_path / f"module_{number}.py").write_text(body.replace("total", f"total_{number}"))
     (tmp_path / "table.py").write_text("x = [" + "1234567, " * 50 + "]")
@@ -158,40 +158,40 @@ def test_corpus_and_tokenizer_keep_text_and_hold_files_out(tmp_path: Path) -> No
     assert len(streams["chat"]) > 0
 
 
-class TestShippedCheckpoint:
-    """What lies in the repository."""
+@pytest.fixture(scope="module")
+def shipped() -> DemoModel:
+    return load_checkpoint(CHECKPOINT).eval()
 
-    @pytest.fixture(scope="class")
-    def model(self) -> DemoModel:
-        return load_checkpoint(CHECKPOINT).eval()
 
-    def test_size_and_layout(self) -> None:
-        assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= 10_000_000
-        with safe_open(CHECKPOINT / "model.safetensors", "pt") as file:
-            dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-        constants = {name for name, dtype in dtypes.items() if dtype == "I64"}
-        assert len(constants) == 3
-        assert all(dtype == "BF16" for name, dtype in dtypes.items() if name not in constants)
-        prefixes = {name.split(".")[0] for name in dtypes}
-        assert prefixes == {"model", "lm_head", "mtp"}
-        assert "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_3.weight" in dtypes
+def test_shipped_size_and_layout() -> None:
+    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) <= 10_000_000
+    with safe_open(CHECKPOINT / "model.safetensors", "pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    constants = {name for name, dtype in dtypes.items() if dtype == "I64"}
+    assert len(constants) == 3
+    assert all(dtype == "BF16" for name, dtype in dtypes.items() if name not in constants)
+    prefixes = {name.split(".")[0] for name in dtypes}
+    assert prefixes == {"model", "lm_head", "mtp"}
+    assert "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_3.weight" in dtypes
 
-    def test_transformers_computes_the_same_logits(self, model: DemoModel) -> None:
-        tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-        text = Path(json.__file__).read_text()
-        ids = torch.tensor([[*tokenizer.encode(text).ids[:330], EOS_ID, *tokenizer.encode("import re\n").ids]])
-        assert not model.config.is_dense(ids.shape[1])
-        text_config = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
-        oracle = Qwen4ExpForCausalLM.from_pretrained(
-            CHECKPOINT, config=Qwen4ExpTextConfig(**text_config), dtype=torch.float32
-        )
-        with torch.no_grad():
-            torch.testing.assert_close(model(ids), oracle(ids).logits, rtol=0, atol=1e-3)
 
-    def test_knows_python(self, model: DemoModel) -> None:
-        """Far better than the 3.7 bits a byte of a uniform guess, on text that is not in the library."""
-        tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-        text = Path(__file__).read_text()
-        ids = torch.tensor(tokenizer.encode(text).ids)
-        loss = evaluate.text_loss(model, ids, len(text) / len(ids), 512, Mode(True, False))
-        assert loss["bits_per_byte"] < 2.0
+def test_transformers_computes_the_same_logits(shipped: DemoModel) -> None:
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    text = Path(json.__file__).read_text()
+    ids = torch.tensor([[*tokenizer.encode(text).ids[:330], EOS_ID, *tokenizer.encode("import re\n").ids]])
+    assert not shipped.config.is_dense(ids.shape[1])
+    text_config = json.loads((CHECKPOINT / "config.json").read_text())["text_config"]
+    oracle = Qwen4ExpForCausalLM.from_pretrained(
+        CHECKPOINT, config=Qwen4ExpTextConfig(**text_config), dtype=torch.float32
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(shipped(ids), oracle(ids).logits, rtol=0, atol=1e-3)
+
+
+def test_knows_python(shipped: DemoModel) -> None:
+    """Library files that training never saw: a uniform guess over the vocabulary costs about 3.6 bits a byte."""
+    files = [corpus.Source(path.name, path.read_text()) for path in sorted(Path(json.__file__).parents[1].glob("*.py"))]
+    text = "".join(source.text[:4000] for source in files if source.held_out)
+    ids = torch.tensor(Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")).encode(text).ids)
+    loss = evaluate.text_loss(shipped, ids, len(text.encode()) / len(ids), 512, Mode(True, False), limit=4000)
+    assert loss["bits_per_byte"] < 1.5

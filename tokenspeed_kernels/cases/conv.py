@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 from torch import Tensor
 
 from tokenspeed_kernels.cases.paging import cu_seqlens, strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SPARE_SLOTS = 2

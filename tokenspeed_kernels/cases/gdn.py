@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from tokenspeed_registry.cases import CaseSet, Make, Params
 from torch import Tensor
 
 from tokenspeed_kernels.cases.conv import FLOATS, SPARE_SLOTS, choose_slots
 from tokenspeed_kernels.cases.paging import cu_seqlens, strided
+from tokenspeed_registry.cases import CaseSet, Make, Params
 
 
 def _gdn_gates(p: Params, make: Make) -> dict[str, Any]:

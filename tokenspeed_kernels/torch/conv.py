@@ -4,11 +4,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import conv
 from tokenspeed_kernels.torch.paged import gather_rows, scatter_rows, token_sequences
+from tokenspeed_registry import copy_into, kernel
 
 Activation = Literal["none", "silu"]
 

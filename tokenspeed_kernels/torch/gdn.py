@@ -4,12 +4,12 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from tokenspeed_registry import copy_into, kernel
 from torch import Tensor
 
 from tokenspeed_kernels import gdn, gdn_speculative
 from tokenspeed_kernels.torch.gdn_chunk import prepare
 from tokenspeed_kernels.torch.paged import gather_rows, scatter_rows, token_sequences
+from tokenspeed_registry import copy_into, kernel
 
 CHUNK = 64
 

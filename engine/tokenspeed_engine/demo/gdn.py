@@ -18,7 +18,7 @@ class UnitLowerInverse(torch.autograd.Function):
     """(I + A)⁻¹ for strictly lower-triangular A [..., n, n] with n a power of two, by merging diagonal blocks."""
 
     @staticmethod
-    def forward(a: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(a: Tensor) -> Tensor:
         size = a.shape[-1]
         index = torch.arange(size, device=a.device)
         inverse = torch.eye(size, dtype=a.dtype, device=a.device).expand_as(a)
@@ -35,7 +35,7 @@ class UnitLowerInverse(torch.autograd.Function):
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         transposed = ctx.saved_tensors[0].mT
         return torch.tril(-(transposed @ grad @ transposed), -1)
 
@@ -115,14 +115,14 @@ class GatedDeltaNet(nn.Module):
         gate, b, a = self.in_proj_z(x), self.in_proj_b(x).float(), self.in_proj_a(x).float()
         with torch.autocast(x.device.type, enabled=False):
             q, k, v = torch.split(qkv, self.sizes, -1)
-            q, k = (t.unflatten(-1, (self.key_heads, self.key_dim)) for t in (q, k))
+            q, k = (torch.unflatten(t, -1, (self.key_heads, self.key_dim)) for t in (q, k))
             q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
             repeats = self.value_heads // self.key_heads
             q, k = (t.repeat_interleave(repeats, dim=2) for t in (q * self.key_dim**-0.5, k))
-            v = v.unflatten(-1, (self.value_heads, self.value_dim))
+            v = torch.unflatten(v, -1, (self.value_heads, self.value_dim))
             # logaddexp(x, 0) is softplus, whose own backward breaks under torch.compile on strided gradients.
             log_decay = -self.A_log.exp() * torch.logaddexp(a + self.dt_bias, torch.zeros_like(a))
             out = chunk_gated_delta_rule(q, k, v, log_decay, torch.sigmoid(b))
-        out = self.norm(out, gate.unflatten(-1, (self.value_heads, self.value_dim)))
+        out = self.norm(out, torch.unflatten(gate, -1, (self.value_heads, self.value_dim)))
         y: Tensor = self.out_proj(out.flatten(-2))
         return y

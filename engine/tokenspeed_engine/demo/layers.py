@@ -21,9 +21,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size], any float dtype; returns the same shape and dtype."""
-        wide = x.float().unflatten(-1, (self.groups, -1))
+        wide = torch.unflatten(x.float(), -1, (self.groups, -1))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide.flatten(-2) * (1.0 + self.weight.float())).to(x.dtype)
+        y: Tensor = (wide.flatten(-2) * (1.0 + self.weight.float())).to(x.dtype)
+        return y
 
 
 class DepthwiseConv(nn.Module):
@@ -60,7 +61,7 @@ class GatedResidual(nn.Module):
         normed: Tensor = self.hc_norm(x)
         low = F.silu(self.input_mix_weight_down(normed) / self.streams)
         gate = torch.sigmoid(self.input_mix_weight_up(low).float())
-        return (gate * normed).unflatten(-1, (self.streams, -1)).mean(-2), normed
+        return torch.unflatten(gate * normed, -1, (self.streams, -1)).mean(-2), normed
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [..., streams · hidden] → (mixed input [..., hidden], injection weight of each stream [..., streams])."""
@@ -102,7 +103,8 @@ class Experts(nn.Module):
         Experts this small cost less as one dense layer over all of them than as a gather for each.
         """
         experts, double, _ = self.gate_up_proj.shape
-        gate, up = F.linear(x, self.gate_up_proj.flatten(0, 1)).unflatten(-1, (experts, 2, double // 2)).unbind(-2)
+        both = F.linear(x, self.gate_up_proj.flatten(0, 1))
+        gate, up = torch.unflatten(both, -1, (experts, 2, double // 2)).unbind(-2)
         inner = F.silu(gate) * up * weight.unsqueeze(-1).to(gate.dtype)
         return F.linear(inner.flatten(-2), self.down_proj.transpose(0, 1).flatten(1))
 

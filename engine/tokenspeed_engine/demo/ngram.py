@@ -93,7 +93,8 @@ class PerLayerEmbedding(nn.Module):
         """x: [batch, time, streams · hidden], ids: [batch, time] int64 → what is added to x."""
         embedded = self.ple_embedding(ids)
         key = self.norm_key(self.key_proj(embedded).float())
-        agreement = (key * self.norm_query(x)).unflatten(-1, (self.streams, -1)).sum(-1) / math.sqrt(self.hidden)
+        agreement = torch.unflatten(key * self.norm_query(x), -1, (self.streams, -1)).sum(-1) / math.sqrt(self.hidden)
         gate = torch.sigmoid(agreement.abs().clamp_min(1e-6).sqrt() * agreement.sign())
         value = (gate.unsqueeze(-1) * self.value_proj(embedded).float().unsqueeze(-2)).flatten(-2)
-        return value + F.silu(self.conv1d(self.norm_conv(value)))
+        y: Tensor = value + F.silu(self.conv1d(self.norm_conv(value)))
+        return y

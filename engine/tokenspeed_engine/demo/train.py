@@ -99,7 +99,7 @@ class Trainer:
         compute: Callable[[DemoModel, Tensor, Mode], Losses] = draft_losses if phase.draft else text_losses
         with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
             losses = compute(self.model, self.window(phase.length), phase.mode)
-        losses.total.backward()
+        torch.autograd.backward(losses.total)
         if not phase.mode.train_indexer:  # compiled layers give it zeros, which would let weight decay act
             for name, parameter in self.model.named_parameters():
                 parameter.grad = None if ".indexer." in name else parameter.grad
