@@ -121,7 +121,7 @@ def gdn_verify_replay(
     `slots`: the slot of each sequence in pool and buffers; −1 marks padding: nothing of it is read or written, and its
     output is zero.
     `kept`: how many tokens at the head of a slot's buffers, 0 to capacity, are committed but not yet in its state; 0
-    after a prefill. The state to start from is the slot's, advanced by them.
+    after a prefill. The state to start from is the slot's, advanced by them; `gdn_decode` of that slot would miss them.
 
     If kept + q_len > capacity, the call folds: it writes the state to start from to the pool, and the new tokens go to
     rows 0 to q_len−1 of the buffers; otherwise the pool is only read and they go to rows kept to kept+q_len−1. The next

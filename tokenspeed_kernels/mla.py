@@ -1,7 +1,7 @@
 """Multi-head latent attention: decode on the paged latent cache, expanded prefill, cache write, merging of states.
 
-`kv_cache`: the caller's pool of pages for one layer, shared by all sequences. A page has room for `page` tokens; the row
-of a token is its normed latent followed by its rotated key, which all heads share.
+`kv_cache`: the caller's pool of pages for one layer, shared by all sequences. A page has room for `page` tokens; the
+row of a token is its normed latent followed by its rotated key, which all heads share.
 
 Sources: DeepSeek-V2 (arXiv:2405.04434) for the latent cache and its absorbed form; FlashAttention-2 (arXiv:2307.08691)
 for log-sum-exp merging.
@@ -184,7 +184,7 @@ def mla_cache_write(
     `kv_cache`: the pool, see the module; nothing but the slots named is touched.
 
     `latent`, `k_rope` and the cache may be strided but for their last dim. Raises `ArgumentError` for arguments that do
-    not fit, also for rows that are not as wide as both together; `ContentError` for a slot out of range where slots are
+    not fit, also for a cache row not as wide as both together; `ContentError` for a slot out of range where slots are
     checked (short CPU tensors, or debug mode).
 
     Source: DeepSeek-V2, section 2.1.3.

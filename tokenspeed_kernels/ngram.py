@@ -1,18 +1,15 @@
 """n-gram embeddings: hashes of the last tokens, rows of a large table, and their gated injection into the residual.
 
-What the ops share:
-
-`ids`: token ids of all sequences, packed; −1 marks padding, which gives rows of −1, zeros in the embedding, and counts
-as `eos` for what follows it.
+`ids`: token ids of all sequences, packed. −1 is padding: its rows are −1, its embedding is zero, and what follows it
+sees it as `eos`.
 `context`: the order − 1 ids before each sequence's first one, oldest first, `eos` where there are none.
 `cu_seqlens`: sequence s has ids[cu_seqlens[s] : cu_seqlens[s + 1]], possibly none.
 `multipliers`: the hash's factors: [0] of the token, [i] of its i-th predecessor.
 `moduli`, `offsets`: how many table rows each head hashes into, at least 1, and the first of them.
-`eos`: the id that ends a text. Once a predecessor is `eos`, all older ones count as it too; an `eos` token itself
-still sees its own predecessors.
-`table`: the rows of all heads; more than 2^31 elements are fine.
-`scale`: one factor for the whole table, or one a row; None for 1.
-`dtype`: of the embedding: bfloat16, float16 or float32.
+`eos`: the id that ends a text. Once a predecessor is `eos`, all older ones count as it; an `eos` token itself still
+sees its own predecessors.
+`table`: the rows of all heads, possibly above 2^31 elements. `scale`: one factor for all of it or one a row; None is 1.
+`dtype`: that of the embedding: bfloat16, float16 or float32.
 
 Sources: the Qwen3.8-Flash-Next reference implementation; hashed n-gram tables go back to fastText
 (arXiv:1607.04606), their gated use inside a layer to Engram (arXiv:2601.07372).
@@ -92,14 +89,13 @@ def ngram_hash(
     """The table rows of every token's n-grams, for all n from 2 to `order`.
 
     `ids`, `context`, `cu_seqlens`, `multipliers`, `moduli`, `offsets`, `eos`: see the module.
-
     With t0 the token and t1, t2, ... its predecessors, the hash of the n-gram is the exclusive or of
     t_i · multipliers[i] for i < n, on wrapping signed 64-bit integers. Head j looks at n-grams of
     n = 2 + j // (heads / (order − 1)) tokens: its row is (hash mod moduli[j]) + offsets[j], the modulo floored, so
     never negative.
 
     Returns the rows, int64, as a table past 2^31 rows needs. Raises `ArgumentError` for arguments that do not fit,
-    `ContentError` for bad offsets or a modulus below 1 where those are checked (short CPU tensors, or debug mode).
+    `ContentError` for bad `cu_seqlens` or a modulus below 1 where those are checked (short CPU tensors, or debug mode).
 
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation.
     """
@@ -159,10 +155,9 @@ def ngram_lookup(
 ) -> Float[Tensor, "tokens heads*dim"]:
     """The table rows of each token, one behind the other: embedding[t, j·dim : (j+1)·dim] = table[rows[t, j]] · scale.
 
-    `rows`: what `ngram_hash` returns; −1 gives zeros. `table`, `scale`, `dtype`: see the module.
-
-    The product is float32 and rounds once. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a
-    row outside the table where rows are checked (short CPU tensors, or debug mode).
+    `rows`: what `ngram_hash` returns; −1 gives zeros. `table`, `scale`, `dtype`: see the module. The product is float32
+    and rounds once. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a row outside the table
+    where rows are checked (short CPU tensors, or debug mode).
 
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation; its float8 checkpoints for the scales.
     """
@@ -208,11 +203,9 @@ def ngram_embed(
 ) -> Float[Tensor, "tokens heads*dim"]:
     """`ngram_hash`, then `ngram_lookup` of its rows, which are never stored.
 
-    `ids`, `context`, `cu_seqlens`, `multipliers`, `moduli`, `offsets`, `eos`, `table`, `scale`, `dtype`: see the
-    module. moduli[j] + offsets[j] must not exceed the table's rows, of which only the offsets are checked.
-
-    Raises `ArgumentError` for arguments that do not fit, `ContentError` for bad offsets of either kind or a modulus
-    below 1 where those are checked (short CPU tensors, or debug mode).
+    All arguments: see the module. moduli[j] + offsets[j] must not exceed the table's rows, which is not checked. Raises
+    `ArgumentError` for arguments that do not fit, `ContentError` for bad `cu_seqlens`, `offsets` outside the table
+    or a modulus below 1 where those are checked (short CPU tensors, or debug mode).
 
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation.
     """
@@ -259,7 +252,6 @@ def ngram_gate(
 
     `x`: the raw residual streams. `key`, `value`: projections of the n-gram embedding, without norm; all streams share
     a value. `norm_key`, `norm_query`, `norm_conv`: norm weights, stored centred at zero. `eps`: added to mean squares.
-
     `conv_input` goes through the causal convolution of dilation `order`, whose output `ngram_inject` adds together
     with `gated`. Raises `ArgumentError` for arguments that do not fit.
 
@@ -297,9 +289,8 @@ def ngram_inject(
 ) -> None:
     """Adds an n-gram layer's gated value and its convolution to the residual streams, in place: x += gated + conv.
 
-    `x`: the raw residual streams. `gated`: from `ngram_gate`. `conv`: the convolution of its `conv_input`.
-
-    The sums are float32 and round once. Raises `ArgumentError` for arguments that do not fit.
+    `x`: the raw residual streams. `gated`: from `ngram_gate`. `conv`: the convolution of its `conv_input`. The sums
+    are float32 and round once. Raises `ArgumentError` for arguments that do not fit.
 
     Source: n-gram layer of the Qwen3.8-Flash-Next reference implementation.
     """

@@ -186,13 +186,11 @@ def topk_blocks(
 ) -> Int32[Tensor, "tokens top_k"]:
     """The blocks with the `top_k` highest scores of each token, in any order, each once.
 
-    `scores`: of each block, as `index_scores` returns them, without NaN; −inf is never chosen. `top_k`: blocks a token,
-    at least 1.
+    `scores`: as `index_scores` returns them, without NaN; −inf is never chosen. `top_k`: blocks a token, at least 1;
+    where fewer are left, −1 fills the end of the row. Among equal scores any choice will do. Raises `ArgumentError` for
+    arguments that do not fit.
 
-    Where fewer than `top_k` are left, −1 fills the end of the row. Among equal scores any choice will do. Raises
-    `ArgumentError` for arguments that do not fit.
-
-    Source: DeepSeek-V3.2, section 2.1: the selector of its indexer, here of blocks.
+    Source: DeepSeek-V3.2, equation 2, here of blocks.
     """
     blocks = torch.full((scores.shape[0], top_k), -1, dtype=torch.int32)
     for token, row in enumerate(scores.tolist()):
@@ -243,8 +241,8 @@ def sparse_attention(
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float32[Tensor, "tokens heads"]]:
     """Softmax attention of each new token over all tokens of its chosen blocks and over its tail.
 
-    `cu_seqlens`, `seq_lens`, `page_table`: see the module; token p of a sequence lies on page `page_table[s, p // page]`
-    at offset p % page, and is left out where that page is −1.
+    `cu_seqlens`, `seq_lens`, `page_table`: see the module; token p of a sequence lies on its page p // page at offset
+    p % page, and is left out where that is −1.
     `q`: queries of the new tokens, rotated. Query head h reads key/value head h // (heads // kv_heads).
     `k_cache`, `v_cache`: the caller's paged pools of keys and values, those of the new tokens written already.
     `blocks`: the chosen blocks of each token, the same for all heads, each at most once, in any order. The token at

@@ -21,7 +21,7 @@ from tokenspeed_engine.llm import LLM, EngineOptions
 from tokenspeed_registry import Call, TokenspeedError, trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-DEMO_PROMPT = 'def read_lines(path):\n    """Read all lines of a text file."""\n'
+DEMO_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 DEMO_TOKENS = 96
 
 

@@ -16,6 +16,7 @@ from tokenspeed_registry.cases import Case, CaseSet, case_set, edge_cases
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.kernel import Kernel
 from tokenspeed_registry.platform import platform_of
+from tokenspeed_registry.signature import Signature
 from tokenspeed_registry.validation import signature_of
 
 Arguments = Mapping[str, Any]
@@ -84,21 +85,31 @@ def check_kernel(
         accepted, _ = kernel.refusals(platform_of(device), signature_of(contract, arguments))
         if accepted:
             report.add(case, check_case(contract, kernel, source, arguments, device))
+            if report.cases == 1 and report.ok and contract.outputs:  # once more, where the kernel allocates
+                allocated = check_case(contract, kernel, source, arguments, device, allocates=True)
+                if not allocated.ok:
+                    report.failures.append(f"{case}: without out: {allocated.fault or f'error {allocated.error:.3g}'}")
         else:
             report.refused += 1
     return report
 
 
 def check_case(
-    contract: Contract, kernel: Kernel, source: CaseSet, arguments: Arguments, device: torch.device
+    contract: Contract,
+    kernel: Kernel,
+    source: CaseSet,
+    arguments: Arguments,
+    device: torch.device,
+    allocates: bool = False,
 ) -> Outcome:
-    """Runs one case. `arguments` lie on the CPU and are not changed."""
+    """Runs one case. `arguments` lie on the CPU and are not changed. `allocates`: the kernel gets no `out`."""
     signature = signature_of(contract, arguments)
     wanted_arguments = _copy(arguments)
     wanted = _as_tuple(contract.reference(**wanted_arguments))
     got_arguments = _copy(arguments, device, contract.host)
     try:
-        got = _run(contract, kernel, got_arguments, wanted)
+        out = None if allocates else _poisoned(contract, signature, wanted, device)
+        got = _run(contract, kernel, got_arguments, out)
     except Exception as error:  # a kernel may fail in any way; the report says how
         return Outcome(float("inf"), 0.0, f"raised {type(error).__name__}: {error}")
     outcomes = []
@@ -109,6 +120,8 @@ def check_case(
         for output, mine, theirs in zip(contract.outputs, got, wanted, strict=True):
             allowed = contract.tolerance(signature, output.name)
             outcomes.append(_compare(output.name, mine.cpu(), theirs, allowed))
+            if mine.dtype != signature.dtype(output.name):
+                outcomes.append(Outcome(0.0, 0.0, f"{output.name} has dtype {mine.dtype}"))
     for tensor in contract.tensors:
         if arguments[tensor.name] is None:
             continue
@@ -140,23 +153,31 @@ def error_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((difference / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
 
 
-def _run(contract: Contract, kernel: Kernel, arguments: Arguments, like: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """Calls the kernel with poisoned outputs of the promised shapes and dtypes."""
-    signature = signature_of(contract, arguments)
-    device = arguments[contract.tensors[0].name].device
+def _poisoned(
+    contract: Contract, signature: Signature, like: tuple[torch.Tensor, ...], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Outputs of the promised shapes and dtypes, full of what no kernel may leave there."""
     poisoned = []
     for output, wanted in zip(contract.outputs, like, strict=True):
         dtype = signature.dtype(output.name)
         poison = float("nan") if dtype.is_floating_point else (torch.iinfo(dtype).min if dtype != torch.bool else True)
         poisoned.append(torch.full(wanted.shape, poison, dtype=dtype, device=device))
-    out = tuple(poisoned) if len(poisoned) > 1 else (poisoned[0] if poisoned else None)
+    return tuple(poisoned)
+
+
+def _run(
+    contract: Contract, kernel: Kernel, arguments: Arguments, out: tuple[torch.Tensor, ...] | None
+) -> tuple[Any, ...]:
+    """Calls the kernel, with the given outputs where there are any."""
     positional = [arguments[p.name] for p in contract.parameters if not p.keyword]
     keywords = {p.name: arguments[p.name] for p in contract.parameters if p.keyword}
-    if out is None:
-        kernel.function(*positional, **keywords)
-        return ()
-    results = _as_tuple(kernel.function(*positional, **keywords, out=out))
-    if any(result.data_ptr() != given.data_ptr() for result, given in zip(results, poisoned, strict=True)):
+    if not out:
+        results = _as_tuple(kernel.function(*positional, **keywords))
+        if len(results) != len(contract.outputs):
+            raise AssertionError(f"returned {len(results)} results, not {len(contract.outputs)}")
+        return results
+    results = _as_tuple(kernel.function(*positional, **keywords, out=out if len(out) > 1 else out[0]))
+    if any(result.data_ptr() != given.data_ptr() for result, given in zip(results, out, strict=True)):
         raise AssertionError("did not return the given out")
     return results
 

@@ -84,6 +84,9 @@ class Contract:
             raise RegistrationError(f"{self.name}: no tensor parameter {sorted(mentioned - names)}")
         if set(self.static) - self.dims:
             raise RegistrationError(f"{self.name}: no dim {sorted(set(self.static) - self.dims)}")
+        for check in self.checks:
+            if missing := set(check.needs) - self.dims:
+                raise RegistrationError(f"{self.name}: the check of {check.argument} reads {sorted(missing)}, no dims")
         if not tensors or tensors[0].optional or tensors[0].name in self.host:
             raise RegistrationError(f"{self.name}: the first tensor says which device runs, so it must be required")
         if clash := {"mode", "ctx"} & {p.name for p in self.parameters if self.mutates}:

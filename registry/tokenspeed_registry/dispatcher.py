@@ -12,11 +12,11 @@ import torch
 from tokenspeed_registry import self_check
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.dispatch import build, generate, guard_dims, without_hand_over
-from tokenspeed_registry.errors import TokenspeedError
+from tokenspeed_registry.errors import NoKernelError, TokenspeedError
 from tokenspeed_registry.kernel import Kernel, Priority
 from tokenspeed_registry.library import define
 from tokenspeed_registry.platform import platform_of
-from tokenspeed_registry.reference import copy_into
+from tokenspeed_registry.reference import copy_as_promised
 from tokenspeed_registry.scope import current_scope, recording
 from tokenspeed_registry.selection import Candidate, candidates, choose
 from tokenspeed_registry.signature import Signature
@@ -31,6 +31,7 @@ Guard = Callable[..., Hashable]
 class Dispatcher:
     """`function` is the public op. `table` maps dispatch keys to kernels; `guard` adds to the key what depends on
     dynamic dims: the answers to the kernels' constraints on them. Both are replaced whole when the kernels change.
+    `_resolved` remembers what calls with an explicit choice, under another platform or in a trace resolved to.
     """
 
     def __init__(self, contract: Contract, registry: "Registry") -> None:
@@ -38,12 +39,13 @@ class Dispatcher:
         self.kernels: tuple[Kernel, ...] = ()
         self.table: dict[Hashable, Callable[..., Any]] = {}
         self.guard: Guard | None = None
+        self._resolved: dict[Hashable, Kernel] = {}
         self._registry = registry
         self._lock = threading.Lock()
         self._warned = False
         self._environment = {"dispatcher": self, "scope": current_scope, "settings": registry.settings}
         library_op = define(registry.namespace, contract, lambda *args, **kwargs: self.eager(*args, **kwargs))
-        tracing = {"is_compiling": torch.compiler.is_compiling, "copy_into": copy_into, "library_op": library_op}
+        tracing = {"is_compiling": torch.compiler.is_compiling, "copy_into": copy_as_promised, "library_op": library_op}
         self.source = generate(contract)
         function: Any = build(contract, self.source, self._environment | tracing)
         function.contract = contract
@@ -74,11 +76,16 @@ class Dispatcher:
     def resolve(self, key: Hashable, args: tuple[Any, ...], backend: str | None) -> Callable[..., Any]:
         """The slow path: a key not seen before, an explicit choice, or a trace."""
         scope = current_scope.get()
-        table = self.table  # loading plugins may replace it; a choice made for this one must not enter the next
+        table, resolved = self.table, self._resolved  # a choice made for these must not enter those that replace them
         choice = backend or (scope and scope.choice(self.contract.name)) or self._configured()
-        chosen = self.select(args, choice)
-        if choice is None and (scope is None or scope.platform is None):
-            table[key] = chosen.function
+        platform = scope and scope.platform
+        chosen = resolved.get((key, choice, platform))
+        if chosen is None:
+            chosen = self.select(args, choice)
+            if key is not None:
+                resolved[key, choice, platform] = chosen
+                if choice is None and platform is None:
+                    table[key] = chosen.function
         if scope is None:
             return chosen.function
         return recording(scope, self.contract.name, chosen.name, chosen.backend, chosen.function)
@@ -88,6 +95,7 @@ class Dispatcher:
         self._registry.load_plugins()
         if choice is not None and not any(choice in (kernel.backend, kernel.name) for kernel in self.kernels):
             self._registry.load_plugins(unusable=True)  # so that the error says why the chosen backend cannot serve
+            self._refuse_absent(choice)
         signature = signature_of(self.contract, self._arguments(args))
         device = args[self._first].device
         scope = current_scope.get()
@@ -103,6 +111,14 @@ class Dispatcher:
         self._warn_of_reference(chosen, found, choice, device)
         return chosen.kernel
 
+    def _refuse_absent(self, choice: str) -> None:
+        """Raises for an explicit choice whose plugin could not be loaded, with the plugin's reason."""
+        absent = [s for s in self._registry.plugins() if s.name == choice and s.reason and not s.kernels]
+        if absent:
+            raise NoKernelError(
+                f"{self.contract.name}: the explicit choice {choice!r} cannot serve it", [absent[0].reason]
+            )
+
     @functools.cached_property
     def _first(self) -> int:
         return [parameter.name for parameter in self.contract.parameters].index(self.contract.tensors[0].name)
@@ -114,10 +130,15 @@ class Dispatcher:
     def _arguments(self, args: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip((parameter.name for parameter in self.contract.parameters), args, strict=True))
 
+    def forget(self) -> None:
+        """Drops all choices made so far: the next calls select anew."""
+        with self._lock:
+            self.table, self._resolved = {}, {}
+
     def _replace(self, kernels: tuple[Kernel, ...]) -> None:
         self.kernels = kernels
         self.guard = _guard(self.contract, kernels)
-        self.table = {}
+        self.table, self._resolved = {}, {}
 
     def _warn_of_reference(
         self, chosen: Candidate, found: list[Candidate], choice: str | None, device: torch.device
@@ -160,7 +181,8 @@ def _guard(contract: Contract, kernels: tuple[Kernel, ...]) -> Guard | None:
         for limit in kernel.constraints
         if limit.kind == "dim" and limit.name not in contract.static
     }
-    by_time = sum(kernel.compiler is not None for kernel in kernels) > 1
+    timed = any(kernel.compiler is not None for kernel in kernels)
+    by_time = timed and sum(kernel.priority != Priority.REFERENCE for kernel in kernels) > 1
     if not limits and not by_time:
         return None
     ordered = sorted(limits, key=lambda limit: (limit.name, limit.relation, str(limit.bound)))

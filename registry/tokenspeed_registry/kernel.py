@@ -21,8 +21,8 @@ import torch
 
 from tokenspeed_registry.constraints import Constraint, Dtype
 from tokenspeed_registry.contract import Contract, Op
-from tokenspeed_registry.errors import RegistrationError
-from tokenspeed_registry.platform import Platform, known_platform
+from tokenspeed_registry.errors import RegistrationError, UnknownNameError
+from tokenspeed_registry.platform import PLATFORMS, Platform, known_platform
 from tokenspeed_registry.signature import Signature
 
 
@@ -74,13 +74,21 @@ def arch(*names: str) -> Requirement:
 
 
 def vendor(*names: str) -> Requirement:
-    """Requires a device of one of these vendors: nvidia, amd or cpu."""
+    """Requires a device of one of these vendors: nvidia, amd or cpu. Raises `UnknownNameError` for any other."""
+    _check_known("vendor", names, {platform.vendor for platform in PLATFORMS.values()})
     return Requirement(vendors=frozenset(names))
 
 
 def feature(*names: str) -> Requirement:
-    """Requires all of these features, for example `feature("tma", "wgmma")`."""
+    """Requires all of these features, for example "tma", "wgmma". Raises `UnknownNameError` for unknown ones."""
+    _check_known("feature", names, {name for platform in PLATFORMS.values() for name in platform.features})
     return Requirement(features=frozenset(names))
+
+
+def _check_known(what: str, names: tuple[str, ...], known: set[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,7 +102,9 @@ def _detect(device_type: str, index: int | None) -> Platform:
     if torch.version.hip is not None:
         arch, vendor = properties.gcnArchName.split(":")[0], "amd"
     else:
-        arch, vendor = f"sm_{properties.major}{properties.minor}a", "nvidia"
+        # From Hopper on an arch has features of its own, which the suffix "a" stands for.
+        suffix = "a" if properties.major >= 9 else ""
+        arch, vendor = f"sm_{properties.major}{properties.minor}{suffix}", "nvidia"
     arch = os.environ.get("TOKENSPEED_KERNELS_ARCH", arch)
     known = PLATFORMS.get(arch, Platform(vendor, arch))
     return Platform(known.vendor, arch, known.features, known.limits, properties.name)

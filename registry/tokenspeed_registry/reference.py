@@ -34,6 +34,17 @@ def as_kernel(contract: Contract) -> Kernel:
     return Kernel(name, contract.name, "reference", run, priority=Priority.REFERENCE, graph_capturable=False)
 
 
+def copy_as_promised(out: Any, result: Any) -> Any:
+    """`copy_into` for a caller's `out` that was not validated: refuses what a copy would silently cast or broadcast."""
+    pairs = zip(out, result, strict=True) if isinstance(out, tuple) else [(out, result)]
+    for target, source in pairs:
+        if target.dtype != source.dtype or target.shape != source.shape:
+            raise ValueError(
+                f"out: expected {source.dtype} {tuple(source.shape)}, got {target.dtype} {tuple(target.shape)}"
+            )
+    return copy_into(out, result)
+
+
 def copy_into(out: Any, result: Any) -> Any:
     """Copies an op's result or results into the caller's tensors and returns those."""
     if isinstance(out, tuple):

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.dispatcher import Dispatcher
 from tokenspeed_registry.errors import RegistrationError, UnknownNameError
-from tokenspeed_registry.evidence import EvidenceStore
+from tokenspeed_registry.evidence import EvidenceStore, Record
 from tokenspeed_registry.kernel import Kernel
 from tokenspeed_registry.platform import Platform, present_platform
 from tokenspeed_registry.plugins import PluginStatus, find_plugins, load_kernels
 from tokenspeed_registry.reference import as_kernel
+from tokenspeed_registry.scope import check_op_name, declared_ops
 from tokenspeed_registry.selection import Candidate, candidates
 from tokenspeed_registry.settings import Settings, read_settings
 from tokenspeed_registry.signature import Signature
@@ -41,6 +42,7 @@ class Registry:
                 raise RegistrationError(f"op {contract.name!r} is already registered")
             dispatcher = Dispatcher(contract, self)
             self._dispatchers[contract.name] = dispatcher
+            declared_ops.add(contract.name)
             self.add_kernel(as_kernel(contract))
             return dispatcher
 
@@ -96,6 +98,8 @@ class Registry:
         """Loads the kernels of usable plugins, or of all, once. Called by the first dispatch."""
         with self._lock:
             if self._plugins is None:
+                for name in set(self.settings.kernels) - {"*"}:
+                    check_op_name(name)
                 self._plugins = find_plugins(self.settings.disabled)
             for status in self._plugins:
                 if status.loaded or not (status.usable or unusable):
@@ -104,6 +108,12 @@ class Registry:
                     self.evidence.add_folder(status.plugin.evidence)
                 for kernel in load_kernels(status):
                     self._add_from(status, kernel)
+
+    def record(self, record: Record) -> None:
+        """Keeps what was found out of a kernel, in the user's evidence; later calls select by it."""
+        self.evidence.record(record)
+        for dispatcher in list(self._dispatchers.values()):
+            dispatcher.forget()
 
     def explain(self, op: str, platform: Platform | None = None, signature: Signature | None = None) -> list[Candidate]:
         """Every kernel of `op`, best first, with the verdict for a call of `signature` on `platform`.

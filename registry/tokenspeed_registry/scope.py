@@ -6,6 +6,7 @@ with trace() as calls: ...                what really ran: [Call(op, kernel, bac
 with override_platform(platform): ...     select as if every device were of this platform
 """
 
+import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tokenspeed_registry.errors import UnknownNameError
 from tokenspeed_registry.platform import Platform
 
 
@@ -41,12 +43,20 @@ class Scope:
         return self.choices.get(op, self.choices.get("*"))
 
 
+declared_ops: set[str] = set()
+"""Names of all ops of all registries, so that a choice for a misspelt one does not go unnoticed."""
+
 current_scope: ContextVar[Scope | None] = ContextVar("tokenspeed_scope", default=None)
 
 
 @contextmanager
 def use(backend: str | None = None, **ops: str) -> Iterator[None]:
-    """Serve every op by `backend`, or single ops as the keywords say; strict: what cannot be so served raises."""
+    """Serve every op by `backend`, or single ops as the keywords say; strict: what cannot be so served raises.
+
+    Raises `UnknownNameError` for a keyword that is no op.
+    """
+    for name in ops:
+        check_op_name(name)
     choices = {**_current().choices, **({"*": backend} if backend else {}), **ops}
     with _within(choices=choices):
         yield
@@ -70,6 +80,13 @@ def override_platform(platform: Platform) -> Iterator[None]:
     """Selects kernels as if every device were `platform`: for tests and planning."""
     with _within(platform=platform):
         yield
+
+
+def check_op_name(name: str) -> None:
+    """Raises `UnknownNameError` that suggests near names."""
+    if name not in declared_ops:
+        near = difflib.get_close_matches(name, declared_ops, 3) or sorted(declared_ops)
+        raise UnknownNameError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
 
 
 def recording(scope: Scope, op: str, kernel: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,6 +46,13 @@ def test_bytes_are_those_allocated(variant: str, dtype: torch.dtype) -> None:
     assert sum(tensor.nbytes for tensor in caches.tensors()) == 5 * sizes.per_page + 3 * sizes.per_slot
 
 
+@pytest.mark.parametrize(("variant", "rows"), [("default", 9), ("bigrams", 6)])
+def test_ngram_history_reaches_as_far_as_the_convolution(variant: str, rows: int) -> None:
+    """Three taps back, as far apart as the n-grams are long."""
+    caches = read_model(tiny_checkpoint(variant)).allocate_caches(1, 8, 2, torch.float32, CPU)
+    assert {layer: history.shape for layer, history in caches.ngram.items()} == {1: (2, rows, 4 * 32)}
+
+
 def test_a_page_holds_whole_blocks() -> None:
     description = read_model(tiny_checkpoint())
     with pytest.raises(ValueError, match=r"page_size: expected a multiple of the indexer's compress ratio, 4, got 6"):

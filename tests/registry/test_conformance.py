@@ -197,7 +197,7 @@ def test_refused_cases_are_counted_and_edges_run() -> None:
     report = report_of(OP, run, constraints=limits)
     assert report.ok
     assert report.refused > 0
-    assert report.cases == len(ran)
+    assert report.cases + 1 == len(ran)  # the first case once more, without out
     assert {(2, 4), (7, 4), (3, 12), (3, 20)} <= set(ran)
     assert all(2 <= tokens <= 7 and dim in (4, 12, 20) for tokens, dim in ran)
 
@@ -266,3 +266,13 @@ def test_own_comparison_that_answers_nan_fails() -> None:
     report = report_of(op, right)
     assert len(report.failures) == report.cases == 1
     assert not report.worst.ok
+
+
+def test_a_kernel_must_allocate_where_it_gets_no_out() -> None:
+    @kernel(OP, backend="mine", name="mine.never_allocates")
+    def never_allocates(x: Tensor, *, out: Any = None) -> Any:
+        return copy_into(out, 2 * x)
+
+    report = check_kernel(OP.contract, never_allocates, CPU)
+    assert [failure for failure in report.failures if "without out" in failure] == report.failures
+    assert report.failures

@@ -153,7 +153,7 @@ def test_fast_and_slow_checks_agree(pair: tuple[dict[str, Any], dict[str, Any]],
     valid, corrupted = pair
     dispatcher = registry.dispatcher("blend")
     expected = verdict(signature_of, dispatcher.contract, corrupted)
-    dispatcher.table = {}
+    dispatcher.forget()
     assert verdict(call, op, corrupted) == expected, "with an empty table"
     result = call(op, valid)
     assert dispatcher.table, "a valid call fills the table"

@@ -83,8 +83,10 @@ def test_one_op_in_a_context_beats_all_ops() -> None:
     with ran_by(ran, "bb", "aa"):
         with use("aa", double="bb"):
             op(X)
-        with use("aa", other="bb"):
+        with use("aa", blend="bb"):
             op(X)
+    with pytest.raises(UnknownNameError, match="did you mean double"), use(doubel="aa"):
+        op(X)
 
 
 @pytest.mark.parametrize("kernels", [{"double": "bb"}, {"*": "bb"}, {"*": "aa", "double": "bb"}])
@@ -162,7 +164,7 @@ def timed(registry: Registry, of: Kernel, **times: float) -> None:
     """Records times, `t<tokens>=microseconds`, of a kernel on the CPU."""
     timings = tuple(Timing({"tokens": int(name[1:]), "dim": 4}, time) for name, time in times.items())
     record = Record(of.name, of.source_hash, "cpu", Level.MEASURED, compiler_version(of), timings)
-    registry.evidence.record(record)
+    registry.record(record)
 
 
 def test_order_is_measured_time_then_priority_then_name(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_times_near_scalars_below_zero(tmp_path: Path) -> None:
     op: Any = toy(registry, blend, **BLEND)
     reference = registry.kernels("blend")[0]
     timing = Timing({"tokens": 3, "window": -1}, 1.0)
-    registry.evidence.record(Record(reference.name, "", "cpu", Level.MEASURED, "", (timing,)))
+    registry.record(Record(reference.name, "", "cpu", Level.MEASURED, "", (timing,)))
     arguments = blend_arguments()
     x, weight, cu = (arguments.pop(name) for name in ("x", "weight", "cu"))
     for window in (-1, -5, 0, None):

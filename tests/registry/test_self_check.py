@@ -91,7 +91,7 @@ def test_who_is_exempt(tmp_path: Path) -> None:
     plain = checked(op, "self_check.plain", ran, compiler=None)
     measured = checked(op, "self_check.measured", ran, factor=2.5)
     level = Level.MEASURED
-    registry.evidence.record(Record(measured.name, measured.source_hash, "cpu", level, compiler_version(measured)))
+    registry.record(Record(measured.name, measured.source_hash, "cpu", level, compiler_version(measured)))
     with_kernels(registry, [plain, measured])
     assert served(op, backend="self_check.plain") == "self_check.plain"
     assert served(op, backend="self_check.measured") == "self_check.measured"
@@ -102,7 +102,7 @@ def test_who_is_exempt(tmp_path: Path) -> None:
 def test_lesser_evidence_is_no_exemption(tmp_path: Path, level: Level) -> None:
     registry, op = setting(tmp_path)
     bad = checked(op, f"self_check.level{level}", factor=2.5)
-    registry.evidence.record(Record(bad.name, bad.source_hash, "cpu", level, compiler_version(bad)))
+    registry.record(Record(bad.name, bad.source_hash, "cpu", level, compiler_version(bad)))
     registry.add_kernel(bad)
     with pytest.warns(RuntimeWarning, match="self-check"):
         assert served(op) == "reference.double"

@@ -1,5 +1,7 @@
 """Toy ops for tests of the registry core, their case sets, and registries in torch.library namespaces of their own."""
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from tokenspeed_registry import Cost, Kernel, Op, Registry, copy_into, kernel, o
 from tokenspeed_registry.cases import CaseSet
 from tokenspeed_registry.conformance import Report, check_kernel
 from tokenspeed_registry.settings import Settings
+from tokenspeed_registry.validation import signature_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -167,6 +170,20 @@ def setting(*names: str, **settings: Any) -> tuple[Registry, Any, list[str]]:
 
 
 def report_of(target: Any, function: Callable[..., Any], **facts: Any) -> Report:
-    """Conformance, on the CPU, of a function declared as a kernel."""
-    found: Kernel = kernel(target, backend="mine", **facts)(function)
+    """Conformance, on the CPU, of a function declared as a kernel; it need not allocate its outputs."""
+
+    @functools.wraps(function)
+    def allocating(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+        if out is None and target.contract.outputs:
+            wanted = target.contract.reference(*args, **kwargs)
+            signature = signature_of(
+                target.contract, dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+            )
+            results = wanted if isinstance(wanted, tuple) else (wanted,)
+            names = [output.name for output in target.contract.outputs]
+            empty = tuple(torch.empty(r.shape, dtype=signature.dtype(n)) for r, n in zip(results, names, strict=True))
+            out = empty if len(empty) > 1 else empty[0]
+        return function(*args, **kwargs, out=out) if target.contract.outputs else function(*args, **kwargs)
+
+    found: Kernel = kernel(target, backend="mine", **facts)(allocating)
     return check_kernel(target.contract, found, torch.device("cpu"))
