@@ -78,7 +78,7 @@ def main() -> None:
     if "--json" in sys.argv[1:]:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
     print(f"{'µs a call':14} {'tensors':>7} {'eager':>7} {'allowed':>8} {'bound':>7} {'allowed':>8}")
     for r in rows:
         print(

@@ -94,8 +94,14 @@ class LLM:
             eos_token_ids=read_stop_token_ids(folder, self.description.config.eos_token_ids),
             tokenizer=self.tokenizer,
         )
+        self.num_pages, self.num_slots = control.num_pages, control.num_slots
         self._numbers = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
+
+    @property
+    def num_free(self) -> tuple[int, int]:
+        """Pages and slots that no request holds."""
+        return self._core.scheduler.pages.num_free, self._core.scheduler.slots.num_free
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenspeed_registry import ContentError, ShapeError
 from torch import Tensor
 
 from tokenspeed_kernels.conv import causal_conv_prefill, causal_conv_update
+from tokenspeed_registry import ContentError, ShapeError
 
 CHANNELS, WIDTH = 6, 4
 BATCH, Q_LEN = 3, 4

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tokenspeed_registry import ContentError, ShapeError
 from torch import Tensor
 
 from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_gates, gdn_prefill
 from tokenspeed_kernels.gdn_speculative import gdn_verify, gdn_verify_replay
+from tokenspeed_registry import ContentError, ShapeError
 
 LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129]
 K_HEADS, V_HEADS, D = 1, 2, 16

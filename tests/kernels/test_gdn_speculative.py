@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenspeed_registry import ContentError, ShapeError
 from torch import Tensor
 
 from tokenspeed_kernels.gdn import gdn_decode
 from tokenspeed_kernels.gdn_speculative import gdn_verify, gdn_verify_replay
+from tokenspeed_registry import ContentError, ShapeError
 
 BATCH, Q_LEN, D = 3, 4, 8
 K_HEADS, V_HEADS = 1, 2

@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int32
 from torch import Tensor
 
 from tests.registry.toys import DOUBLE, FILL, double, doubling, fill_rows, new_registry, report_of, toy
-from tokenspeed_registry import Dim, copy_into
+from tokenspeed_registry import Dim, copy_into, kernel
 from tokenspeed_registry.cases import CaseSet
 from tokenspeed_registry.conformance import check_kernel
 

@@ -1,6 +1,7 @@
 """NVIDIA backend: kernels for Hopper and Blackwell. It has no kernels yet; portable ones serve these archs."""
 
 import torch
+
 from tokenspeed_registry import Plugin, present_platform
 
 

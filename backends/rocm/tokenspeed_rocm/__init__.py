@@ -1,6 +1,7 @@
 """AMD backend: kernels for MI355X (gfx950). It has no kernels yet; portable ones serve this arch."""
 
 import torch
+
 from tokenspeed_registry import Plugin, present_platform
 
 
