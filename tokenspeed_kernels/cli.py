@@ -20,6 +20,7 @@ from tokenspeed_registry.conformance import Report, check_kernel
 from tokenspeed_registry.platform import PLATFORMS
 from tokenspeed_registry.registry import default_registry
 from tokenspeed_registry.signature import Signature
+from tokenspeed_registry.validation import check_partial
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -92,7 +93,8 @@ def explain(
     dims = {name: _size(name, value) for name, value in _pairs(shape, contract.dims, "dim")}
     roles = frozenset(tensor.name for tensor in contract.tensors)
     dtypes = {name: _dtype(value) for name, value in _pairs(dtype, roles, "tensor")}
-    platform = known_platform(arch) if arch else present_platform()
+    check_partial(contract, dims, dtypes)
+    platform = known_platform(arch) if arch is not None else present_platform()
     candidates = default_registry.explain(op, platform, Signature(dims, dtypes))
     chosen = next((c.kernel.name for c in candidates if c.accepted), None)
     rows = [

@@ -123,11 +123,15 @@ class LLM:
         return self._run([prompt], [params or SamplingParams()])
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises `RequestRefusedError` for text where the folder has no tokenizer."""
+        """Token ids of a prompt. Raises `RequestRefusedError` for text that is no Unicode, or without a tokenizer."""
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
             raise RequestRefusedError("prompt: this model folder has no tokenizer, so prompts are token ids")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # such as undecodable bytes of a command line
+            raise RequestRefusedError(f"prompt: {error.reason} at character {error.start}") from error
         return self.tokenizer.encode(prompt)
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Iterator[RequestOutput]:
@@ -191,6 +195,10 @@ def _dtype(name: str | None, description: ModelDescription, device: torch.device
 
 def _sizes(options: EngineOptions, description: ModelDescription, dtype: torch.dtype) -> ControlConfig:
     """Pages for a full batch of whole contexts, or as many as fit into `cache_bytes`."""
+    for name in ("page_size", "max_batch", "max_context", "num_pages"):
+        size = getattr(options, name)
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
     context = options.max_context or description.config.max_position_embeddings
     if context > description.config.max_position_embeddings:
         limit = description.config.max_position_embeddings

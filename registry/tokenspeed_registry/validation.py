@@ -4,6 +4,7 @@ It runs only after the fast checks refused a call, to name the argument, and to 
 they accepted when its kernel is selected for the first time.
 """
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 
@@ -35,19 +36,33 @@ def signature_of(contract: Contract, arguments: Arguments) -> Signature:
     for parameter in contract.tensors:
         if parameter.name in present:
             _check_tensor(contract, parameter, present[parameter.name], dims, device)
-    for group in contract.same_dtype:
-        _check_group(contract, group, present)
-    for relation in contract.where:
-        if not _relation(contract, relation, dims, arguments):
-            values = ", ".join(f"{name}={value}" for name, value in dims.items() if name in relation)
-            raise ShapeError(contract.name, contract.tensors[0].name, f"dims with {relation}", values)
     dtypes = {name: tensor.dtype for name, tensor in present.items()}
+    for group in contract.same_dtype:
+        _check_group(contract, group, dtypes)
+    for relation in contract.where:
+        _check_relation(contract, relation, dims, arguments)
     flags: dict[str, Flag] = {scalar.name: arguments[scalar.name] for scalar in contract.scalars}  # type: ignore[misc]
     shapes: dict[str, Sequence[str]] = {p.name: p.dims for p in contract.tensors if p.name in present}
     for output in contract.outputs:
         shapes[output.name] = output.dims
         dtypes[output.name] = output_dtype(output, dtypes, flags)
     return Signature(dims, dtypes, flags, shapes)
+
+
+def check_partial(contract: Contract, dims: Mapping[str, int], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Validates what is known of a call of which only some dims and dtypes are: no kernel will be handed a wrong one.
+
+    Raises `DtypeError` or `ShapeError`, as the call itself would.
+    """
+    for parameter in contract.tensors:
+        if parameter.name in dtypes:
+            _check_dtype(contract, parameter, dtypes[parameter.name])
+    for group in contract.same_dtype:
+        _check_group(contract, group, dtypes)
+    for relation in contract.where:
+        names = {node.id for node in ast.walk(ast.parse(relation)) if isinstance(node, ast.Name)}
+        if names <= dims.keys():
+            _check_relation(contract, relation, dims, {})
 
 
 def check_out(contract: Contract, out: object, arguments: Arguments) -> None:
@@ -123,8 +138,7 @@ def _check_tensor(
     contract: Contract, parameter: TensorParameter, tensor: torch.Tensor, dims: Mapping[str, int], device: torch.device
 ) -> None:
     op, name = contract.name, parameter.name
-    if tensor.dtype not in parameter.dtypes:
-        raise DtypeError(op, name, f"dtype {parameter.describe_dtypes()}", str(tensor.dtype).removeprefix("torch."))
+    _check_dtype(contract, parameter, tensor.dtype)
     expected = tuple(evaluate(expr, dims) for expr in parameter.dims)
     if tuple(tensor.shape) != expected:
         want = f"shape [{' '.join(parameter.dims)}] = {expected}"
@@ -141,12 +155,24 @@ def _check_tensor(
         raise GradError(op, name, "a tensor without grad (inference only)", "requires_grad=True")
 
 
-def _check_group(contract: Contract, group: tuple[str, ...], present: Mapping[str, torch.Tensor]) -> None:
-    members = [name for name in group if name in present]
+def _check_dtype(contract: Contract, parameter: TensorParameter, dtype: torch.dtype) -> None:
+    if dtype not in parameter.dtypes:
+        expected = f"dtype {parameter.describe_dtypes()}"
+        raise DtypeError(contract.name, parameter.name, expected, str(dtype).removeprefix("torch."))
+
+
+def _check_group(contract: Contract, group: tuple[str, ...], dtypes: Mapping[str, torch.dtype]) -> None:
+    members = [name for name in group if name in dtypes]
     for name in members[1:]:
-        if present[name].dtype != present[members[0]].dtype:
-            expected = f"the dtype of {members[0]}, {present[members[0]].dtype}".replace("torch.", "")
-            raise DtypeError(contract.name, name, expected, str(present[name].dtype).removeprefix("torch."))
+        if dtypes[name] != dtypes[members[0]]:
+            expected = f"the dtype of {members[0]}, {dtypes[members[0]]}".replace("torch.", "")
+            raise DtypeError(contract.name, name, expected, str(dtypes[name]).removeprefix("torch."))
+
+
+def _check_relation(contract: Contract, relation: str, dims: Mapping[str, int], arguments: Arguments) -> None:
+    if not _relation(contract, relation, dims, arguments):
+        values = ", ".join(f"{name}={value}" for name, value in dims.items() if name in relation)
+        raise ShapeError(contract.name, contract.tensors[0].name, f"dims with {relation}", values)
 
 
 def _relation(contract: Contract, relation: str, dims: Mapping[str, int], arguments: Arguments) -> bool:

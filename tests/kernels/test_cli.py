@@ -62,12 +62,16 @@ def test_verify_reports_error_against_tolerance() -> None:
         ("explain", "gdn_decode", "--shape", "nonsense=3"),
         ("explain", "gdn_decode", "--shape", "batch=x"),
         ("explain", "gdn_decode", "--dtype", "q=float7"),
+        ("explain", "gdn_decode", "--dtype", "q=int32"),
+        ("explain", "gdn_decode", "--dtype", "q=float16", "--dtype", "k=bfloat16"),
+        ("explain", "gdn_decode", "--shape", "k_heads=3", "--shape", "v_heads=4"),
+        ("explain", "gdn_decode", "--arch", ""),
         ("verify", "--op", "no_such_op"),
         ("verify", "--backend", "nobody"),
         ("kernels", "--backend", "nobody"),
     ],
 )
-def test_unknown_names_are_one_line_and_exit_code_2(arguments: tuple[str, ...]) -> None:
+def test_what_no_call_could_be_is_one_line_and_exit_code_2(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.returncode == 2
     assert len(result.stderr.strip().splitlines()) == 1

@@ -159,6 +159,13 @@ def test_topk_never_takes_a_hidden_block_and_fills_with_minus_one() -> None:
     assert sorted(topk_blocks(scores, top_k=2, backend="torch").tolist()[0]) == [0, 2]
 
 
+@pytest.mark.parametrize("width", [6, 7, 16, 64, 1000])
+def test_topk_of_ties_does_not_depend_on_the_width_of_the_batch(width: int) -> None:
+    scores = torch.full((1, width), -torch.inf)
+    scores[0, :6] = torch.tensor([0.0, 1.6, 0.0, 2.6, -0.0, 0.5])
+    assert topk_blocks(scores, top_k=4, backend="torch").tolist() == [[3, 1, 5, 0]]
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention of the last len(q) tokens over all keys [length, kv_heads, dim], in float64."""
     group = q.shape[1] // k.shape[1]

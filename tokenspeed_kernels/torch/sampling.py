@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels import sampling
+from tokenspeed_kernels.torch.topk import largest
 from tokenspeed_registry import copy_into, kernel
-
-_LOW_WORD = (1 << 32) - 1
 
 
 @kernel(sampling.sample, backend="torch")
@@ -46,7 +45,7 @@ def logprobs(
     logs = values.log_softmax(1).masked_fill(values == -torch.inf, -torch.inf)
     padding = (ids == -1).unsqueeze(1)
     logprob = logs.gather(1, ids.clamp_min(0).unsqueeze(1)).masked_fill(padding, 0.0).squeeze(1)
-    top_ids = _top(values, top)
+    top_ids = largest(values, top)
     top_logprobs = logs.gather(1, top_ids).masked_fill(padding, 0.0)
     results = logprob, top_logprobs, top_ids.masked_fill(padding, 0)
     return results if out is None else copy_into(out, results)
@@ -54,14 +53,3 @@ def logprobs(
 
 def _without_nan(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits.isnan(), -torch.inf)
-
-
-def _top(values: Tensor, count: int) -> Tensor:
-    """Ids [batch count] of the largest values of each row, equal ones by id: torch.topk promises no order of ties.
-
-    It sorts unique 64-bit keys: the value's bits, made to compare as integers do, above the inverted id.
-    """
-    bits = (values + 0.0).view(torch.int32).long()  # + 0.0: −0 and 0 are equal
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = (ordered << 32) | (_LOW_WORD - torch.arange(values.shape[1], device=values.device))
-    return _LOW_WORD - (keys.topk(count, dim=1).values & _LOW_WORD)

@@ -8,6 +8,7 @@ from tokenspeed_kernels import sparse
 from tokenspeed_kernels.torch.norm import rms_norm
 from tokenspeed_kernels.torch.paged import gather_rows, reachable_pages, scatter_rows, token_positions
 from tokenspeed_kernels.torch.rope import rope
+from tokenspeed_kernels.torch.topk import largest
 from tokenspeed_registry import kernel
 
 TILE = 2**23
@@ -92,8 +93,10 @@ def index_scores(
 
 @kernel(sparse.topk_blocks, backend="torch")
 def topk_blocks(scores: Tensor, *, top_k: int, out: Tensor | None = None) -> Tensor:
-    best, blocks = scores.topk(min(top_k, scores.shape[1]), dim=-1)
-    blocks = blocks.int().masked_fill_(best == -torch.inf, -1)
+    # Rectified scores often tie at 0. What a token attends to must not depend on its batch, whose longest sequence
+    # sets the width of the scores.
+    places = largest(scores, min(top_k, scores.shape[1]))
+    blocks = places.int().masked_fill_(scores.gather(1, places) == -torch.inf, -1)
     blocks = F.pad(blocks, (0, top_k - blocks.shape[1]), value=-1)
     return blocks if out is None else out.copy_(blocks)
 

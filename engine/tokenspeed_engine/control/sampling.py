@@ -77,7 +77,11 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
 def _real(name: str, value: object, low: float, high: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        finite = False
+    if not finite or not low <= value <= high:
         bound = f"finite and at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
         raise ValueError(f"{name}: expected {bound}, got {value}")
 

@@ -16,11 +16,13 @@ def sample_rows(logits: Tensor, samples: Sequence[Sample]) -> list[RowResult]:
     """One result a row of `logits` (Float32 [R, vocab]). A row that is not finite fails alone."""
     if not samples:
         return []
-    device = logits.device
+    device, vocab = logits.device, logits.shape[1]
+    # A top_k above the vocabulary keeps all of it, and may be above int32 too.
+    top_k = [min(s.params.top_k, vocab) for s in samples]
     ids = sample(
         logits,
         torch.tensor([s.params.temperature for s in samples], dtype=torch.float32, device=device),
-        torch.tensor([s.params.top_k for s in samples], dtype=torch.int32, device=device).clamp(max=logits.shape[1]),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
         torch.tensor([s.params.top_p for s in samples], dtype=torch.float32, device=device),
         torch.tensor([uniform(s.seed, s.index) for s in samples], dtype=torch.float32, device=device),
     )
