@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
-from tokenspeed_registry import Kernel, Priority
+from tokenspeed_registry import Dim, Kernel, Priority
 from tokenspeed_registry.cases import case_set
+from tokenspeed_registry.constraints import Constraint
 from tokenspeed_registry.registry import default_registry
 
 OPS = ("merge_states", "gdn_decode")
@@ -37,8 +38,8 @@ class Row:
     bound_allowed: float
 
 
-def measure(op: str) -> Row:
-    """Times one op at its default case, by position as a caller would."""
+def measure(op: str, limit: Constraint | None = None) -> Row:
+    """Times one op at its default case, by position as a caller would. `limit`: what its kernel is limited to."""
     contract = default_registry.contract(op)
     source = case_set(contract)
     arguments = source.arguments(contract, source.case({}))
@@ -50,7 +51,8 @@ def measure(op: str) -> Row:
 
     def empty(*args: Any, **kwargs: Any) -> None: ...
 
-    kernel = Kernel(f"empty.{op}", op, "empty", empty, priority=Priority.SPECIALISED)
+    limits = () if limit is None else (limit,)
+    kernel = Kernel(f"empty.{op}", op, "empty", empty, priority=Priority.SPECIALISED, constraints=limits)
     with default_registry.temporarily(kernel):
         handle = function.bind(*positional, **keywords)
         direct, eager, bound = fastest(
@@ -58,7 +60,8 @@ def measure(op: str) -> Row:
             lambda: function(*positional, **keywords),
             lambda: handle(*positional, **keywords, out=None),
         )
-    return Row(op, tensors, direct, eager - direct, 1 + 0.6 * tensors, bound - direct, 0.3)
+    name = op if limit is None else f"{op}, {limit.needs()}"
+    return Row(name, tensors, direct, eager - direct, 1 + 0.6 * tensors, bound - direct, 0.3)
 
 
 def fastest(*calls: Callable[[], Any]) -> list[float]:
@@ -74,15 +77,16 @@ def fastest(*calls: Callable[[], Any]) -> list[float]:
 
 
 def main() -> None:
-    rows = [measure(op) for op in OPS]
+    # A kernel limited in a dim that changes from call to call adds a guard to the dispatch key.
+    rows = [*(measure(op) for op in OPS), measure("gdn_decode", Dim("batch") <= 64)]
     if "--json" in sys.argv[1:]:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
     print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
-    print(f"{'µs a call':14} {'tensors':>7} {'eager':>7} {'allowed':>8} {'bound':>7} {'allowed':>8}")
+    print(f"{'µs a call':26} {'tensors':>7} {'eager':>7} {'allowed':>8} {'bound':>7} {'allowed':>8}")
     for r in rows:
         print(
-            f"{r.op:14} {r.tensors:7} {r.eager_overhead:7.2f} {r.eager_allowed:8.2f} "
+            f"{r.op:26} {r.tensors:7} {r.eager_overhead:7.2f} {r.eager_allowed:8.2f} "
             f"{r.bound_overhead:7.2f} {r.bound_allowed:8.2f}"
         )
 

@@ -6,24 +6,51 @@ sequence is zero. The sum is float32 and rounded to x's dtype before the activat
 `x`: inputs of the new tokens, before the convolution. May be strided but for the last dim.
 `weight`: taps of each channel; the last one is the current token's. There is no bias.
 `state`: the caller's pool of histories, one a slot: the last `history` inputs of a sequence, oldest first.
+`dropped`: of how many of its newest rows each history is rid before the call; none where not given. So inputs that turn
+out not to count, such as rejected drafts, are taken back by the next call, whichever op it is and however many tokens
+it brings; where there are none, it does just that. Taps see what is left of the true rows, so at least
+(width−1) · dilation of them must be, and `history` be longer than that by the largest count.
 `slots`: the slot of each sequence, no two the same; −1 marks padding: nothing of it is read or written, and its output
 is zero.
 `dilation`: tokens between taps, 1 for an ordinary convolution.
 `activation`: "silu", or "none" for the bare sum.
 
+What a history holds: call true the rows that are inputs of the sequence or zeros from before it. After a fresh prefill
+all are. A call with n tokens, d rows dropped, leaves of v true rows the newest min(history, v − d + n), last the call's
+own tokens. Where d > n, no old rows are left to fill in and the d − n oldest become zeros that stand for nothing. As
+long as only tokens of the call just before are dropped, a history that is long enough for each call's `dropped` always
+has the rows which the taps need.
+
 Source: the short convolutions of Mamba, arXiv:2312.00752, and Gated Delta Networks, arXiv:2412.06464; the dilated one
 of the n-gram block in Qwen3.8.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
+from tokenspeed_registry import ContentError, Cost, Indices, Offsets, Signature, op, rounded_sum
 
 _REACH = "history >= (width - 1) * dilation"
+
+
+@dataclass(frozen=True)
+class Droppable:
+    """Counts of history rows without which the taps still have all of theirs."""
+
+    argument: str
+    needs: tuple[str, ...] = ("history", "width", "dilation")
+
+    def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
+        limit = dims["history"] - (dims["width"] - 1) * dims["dilation"]
+        for count in values.tolist():
+            if not 0 <= count <= limit:
+                expected = f"counts from 0 to history-(width-1)*dilation={limit}"
+                raise ContentError(op, self.argument, expected, str(count))
 
 
 def _flops(s: Signature) -> int:
@@ -40,15 +67,21 @@ def _tolerance(s: Signature, role: str) -> float:
     return 0.0 if role == "state" else rounded_sum(s.dtype(role), terms=s["width"], roundings=2)
 
 
+def _drop(history: Tensor, count: int) -> Tensor:
+    """One history [history channels] without its `count` newest rows, and with as many zeros before the oldest."""
+    return torch.cat([torch.zeros_like(history[:count]), history[: history.shape[0] - count]])
+
+
 def _convolve(inputs: Tensor, first: int, weight: Tensor, dilation: int, activation: str) -> Tensor:
-    """Outputs [tokens channels] in float64 for the tokens from row `first` on of one sequence's inputs."""
+    """Outputs [tokens channels] in float64 for the tokens from row `first` on of one sequence's inputs.
+
+    At least (width−1) · dilation rows lie before `first`.
+    """
     outputs = torch.zeros(inputs.shape[0] - first, inputs.shape[1], dtype=torch.float64, device=inputs.device)
     width = weight.shape[1]
     for i in range(outputs.shape[0]):
         for tap in range(width):
-            source = first + i - (width - 1 - tap) * dilation
-            if source >= 0:
-                outputs[i] += weight[:, tap].double() * inputs[source].double()
+            outputs[i] += weight[:, tap].double() * inputs[first + i - (width - 1 - tap) * dilation].double()
     rounded = outputs.to(inputs.dtype).double()
     return rounded / (1 + (-rounded).exp()) if activation == "silu" else rounded
 
@@ -63,10 +96,10 @@ def _convolve(inputs: Tensor, first: int, weight: Tensor, dilation: int, activat
     strided=("x",),
     same_dtype=(("x", "weight", "state"),),
     where=("width >= 1", "dilation >= 1", _REACH),
-    checks=(Indices("slots", "pool"), Offsets("cu_seqlens", "tokens")),
+    checks=(Indices("slots", "pool"), Offsets("cu_seqlens", "tokens"), Droppable("dropped")),
     cost=lambda s: Cost(
         flops=_flops(s),
-        nbytes=s.nbytes("x", "weight", "slots", "cu_seqlens", "fresh", "y") + _history_bytes(s, s["seqs"]),
+        nbytes=s.nbytes("x", "weight", "slots", "cu_seqlens", "fresh", "dropped", "y") + _history_bytes(s, s["seqs"]),
     ),
     tolerance=_tolerance,
 )
@@ -78,31 +111,35 @@ def causal_conv_prefill(
     cu_seqlens: Int32[Tensor, "seqs+1"],
     fresh: Bool[Tensor, "seqs"],
     *,
+    dropped: Int32[Tensor, "seqs"] | None = None,
     dilation: int = 1,
     activation: Literal["none", "silu"] = "silu",
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "tokens channels"]:
-    """All tokens of packed sequences; `state[slots]` then holds each one's last `history` inputs.
+    """All tokens of packed sequences, after their histories in `state[slots]`, which take them in.
 
-    `x`, `weight`, `state`, `slots`, `dilation`, `activation`: see the module.
+    `x`, `weight`, `state`, `slots`, `dropped`, `dilation`, `activation`: see the module.
     `cu_seqlens`: sequence i is tokens cu_seqlens[i] to cu_seqlens[i+1], possibly none.
     `fresh`: true where nothing comes before the sequence: the history is zero, and what its slot holds, NaN included,
-    is not looked at. False: the sequence goes on from its slot, so that a prompt may come in pieces.
+    is not looked at, nor is its `dropped`. False: the sequence goes on from its slot, so that a prompt may come in
+    pieces.
 
     Returns the outputs, in x's dtype. Raises `ArgumentError` for arguments that do not fit, also for a history shorter
-    than (width−1) · dilation; `ContentError` for a slot outside the pool or bad offsets where those are checked (short
-    CPU tensors, or debug mode).
+    than (width−1) · dilation; `ContentError` for a slot outside the pool, bad offsets, or a count that leaves too
+    little of the history, where those are checked (short CPU tensors, or debug mode).
 
-    Source: Mamba, section 3.4; the streaming history is what its decoding keeps.
+    Source: Mamba, section 3.4; the streaming history is what its decoding keeps. Taking tokens back is this project's
+    own.
     """
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     history = state.shape[1]
     bounds = cu_seqlens.tolist()
+    counts = [0] * slots.numel() if dropped is None else dropped.tolist()
     for i, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        before = torch.zeros_like(state[slot]) if fresh[i] else state[slot].clone()
+        before = torch.zeros_like(state[slot]) if fresh[i] else _drop(state[slot], counts[i])
         inputs = torch.cat([before, x[bounds[i] : bounds[i + 1]]])
         result[bounds[i] : bounds[i + 1]] = _convolve(inputs, history, weight, dilation, activation)
         state[slot] = inputs[inputs.shape[0] - history :]
@@ -118,15 +155,10 @@ def causal_conv_prefill(
     mutates=("state",),
     strided=("x",),
     same_dtype=(("x", "weight", "state"),),
-    where=(
-        "width >= 1",
-        "dilation >= 1",
-        _REACH,
-        "accepted is None or history >= (width - 1) * dilation + q_len",
-    ),
-    checks=(Indices("slots", "pool"), Lengths("accepted", ("q_len",))),
+    where=("width >= 1", "dilation >= 1", _REACH),
+    checks=(Indices("slots", "pool"), Droppable("dropped")),
     cost=lambda s: Cost(
-        flops=_flops(s), nbytes=s.nbytes("x", "weight", "slots", "accepted", "y") + _history_bytes(s, s["batch"])
+        flops=_flops(s), nbytes=s.nbytes("x", "weight", "slots", "dropped", "y") + _history_bytes(s, s["batch"])
     ),
     tolerance=_tolerance,
 )
@@ -136,7 +168,7 @@ def causal_conv_update(
     state: Float[Tensor, "pool history channels"],
     slots: Int32[Tensor, "batch"],
     *,
-    accepted: Int32[Tensor, "batch"] | None = None,
+    dropped: Int32[Tensor, "batch"] | None = None,
     dilation: int = 1,
     activation: Literal["none", "silu"] = "silu",
     out: Tensor | None = None,
@@ -144,26 +176,22 @@ def causal_conv_update(
 ) -> Float[Tensor, "batch q_len channels"]:
     """`q_len` tokens of each sequence, after its history in `state[slots]`, which takes them in.
 
-    `x`, `weight`, `state`, `slots`, `dilation`, `activation`: see the module.
-    `accepted`: None: every row of the history counts. Else, for speculation: the newest q_len rows of the history are
-    the tokens of the previous call, of which the first `accepted[b]` (0 to q_len) count; the rest is dropped. Where no
-    row is in doubt, as after a prefill, pass q_len. It takes a history of at least (width−1) · dilation + q_len rows.
+    `x`, `weight`, `state`, `slots`, `dropped`, `dilation`, `activation`: see the module. Where the call before verified
+    q drafts, of which the first a were accepted, `dropped` is q − a, whatever this call's `q_len`.
 
-    After the call the history ends with this call's tokens, and what counted lies before them. Returns the outputs, in
-    x's dtype. Raises `ArgumentError` for arguments that do not fit, also for a history that is too short;
-    `ContentError` for a slot outside the pool or a count above q_len where those are checked (short CPU tensors, or
-    debug mode).
+    Returns the outputs, in x's dtype. Raises `ArgumentError` for arguments that do not fit, also for a history shorter
+    than (width−1) · dilation; `ContentError` for a slot outside the pool, or a count that leaves too little of the
+    history, where those are checked (short CPU tensors, or debug mode).
 
     Source: Mamba, section 3.4; taking rejected tokens back is this project's own.
     """
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    q_len, history = x.shape[1], state.shape[1]
+    history = state.shape[1]
+    counts = [0] * slots.numel() if dropped is None else dropped.tolist()
     for b, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        dropped = 0 if accepted is None else q_len - int(accepted[b])
-        before = state[slot, : history - dropped].clone()
-        inputs = torch.cat([before, x[b]])
-        result[b] = _convolve(inputs, before.shape[0], weight, dilation, activation)
+        inputs = torch.cat([_drop(state[slot], counts[b]), x[b]])
+        result[b] = _convolve(inputs, history, weight, dilation, activation)
         state[slot] = inputs[inputs.shape[0] - history :]
     return result

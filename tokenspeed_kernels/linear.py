@@ -1,5 +1,6 @@
 """Dense projections and embedding rows."""
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -15,10 +16,10 @@ def _linear_tolerance(s: Signature, role: str) -> float:
     family="linear",
     cases="tokenspeed_kernels.cases.linear:linear",
     outputs=("projected",),
-    output_dtypes={"projected": "x"},
+    output_dtypes={"projected": "dtype or x"},
     static=("out_features", "in_features"),
     strided=("x",),
-    same_dtype=(("x", "weight", "bias"),),
+    same_dtype=(("weight", "bias"),),
     cost=lambda s: Cost(flops=2 * s["tokens"] * s.numel("weight"), nbytes=s.nbytes("x", "weight", "bias", "projected")),
     tolerance=_linear_tolerance,
 )
@@ -27,15 +28,18 @@ def linear(
     weight: Float[Tensor, "out_features in_features"],
     bias: Float[Tensor, "out_features"] | None = None,
     *,
+    dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "tokens out_features"]:
     """x · weightᵀ + bias, summed in float32.
 
-    `x`: a row a token; may be strided between tokens. `weight`: a row an output feature. `bias`: a number an output
-    feature; None adds nothing.
+    `x`: a row a token; may be strided between tokens. `weight`: a row an output feature, of the dtype of `x` or another
+    (a router kept in float32): neither is rounded to that of the other. `bias`: a number an output feature, in the
+    dtype of `weight`; None adds nothing. `dtype`: that of the result, bfloat16, float16 or float32, to which the sum is
+    rounded once; None is that of `x`.
 
-    All dtypes are the same, and so is the result's. Raises `ArgumentError` for arguments that do not fit.
+    Raises `ArgumentError` for arguments that do not fit.
 
     Source: `torch.nn.functional.linear`.
     """

@@ -1,7 +1,9 @@
 """Multi-head latent attention: decode on the paged latent cache, expanded prefill, cache write, merging of states.
 
 `kv_cache`: the caller's pool of pages for one layer, shared by all sequences. A page has room for `page` tokens; the
-row of a token is its normed latent followed by its rotated key, which all heads share.
+row of a token is its normed latent followed by its rotated key, which all heads share. It may be float8_e4m3fn beside
+any dtype of the model.
+`kv_scale`: what the rows of the cache are multiplied by to give latent and key; None is 1. See `scaled_cache`.
 
 Sources: DeepSeek-V2 (arXiv:2405.04434) for the latent cache and its absorbed form; FlashAttention-2 (arXiv:2307.08691)
 for log-sum-exp merging.
@@ -10,9 +12,10 @@ for log-sum-exp merging.
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Float32, Int32, Int64
+from jaxtyping import Float, Float8e4m3fn, Float32, Int32, Int64
 from torch import Tensor
 
+from tokenspeed_kernels.scaled_cache import loaded, store_tolerance, stored
 from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 
 
@@ -25,8 +28,9 @@ def _attention_tolerance(s: Signature, role: str) -> float:
 def _decode_cost(s: Signature) -> Cost:
     # Lengths lie on the device: every sequence counts as having all its pages full.
     keys = s["batch"] * s["max_pages"] * s["page"]
-    moved = s.nbytes("q", "page_table", "seq_lens", "attended", "lse") + keys * s["qk"] * s.dtype("kv_cache").itemsize
-    return Cost(flops=2 * keys * s["q_len"] * s["heads"] * (s["qk"] + s["latent"]), nbytes=moved)
+    moved = s.nbytes("q", "page_table", "seq_lens", "kv_scale", "attended", "lse")
+    flops = 2 * keys * s["q_len"] * s["heads"] * (s["qk"] + s["latent"])
+    return Cost(flops=flops, nbytes=moved + keys * s["qk"] * s.dtype("kv_cache").itemsize)
 
 
 @op(
@@ -36,7 +40,6 @@ def _decode_cost(s: Signature) -> Cost:
     output_dtypes={"attended": "q"},
     static=("q_len", "heads", "qk", "page", "latent"),
     strided=("kv_cache",),
-    same_dtype=(("q", "kv_cache"),),
     where=("0 < latent <= qk",),
     checks=(Indices("page_table", below="pages"), Lengths("seq_lens", capacity=("max_pages", "page"))),
     cost=_decode_cost,
@@ -44,12 +47,13 @@ def _decode_cost(s: Signature) -> Cost:
 )
 def mla_decode(
     q: Float[Tensor, "batch q_len heads qk"],
-    kv_cache: Float[Tensor, "pages page qk"],
+    kv_cache: Float[Tensor, "pages page qk"] | Float8e4m3fn[Tensor, "pages page qk"],
     page_table: Int32[Tensor, "batch max_pages"],
     seq_lens: Int32[Tensor, "batch"],
     *,
     latent: int,
     scale: float,
+    kv_scale: Float32[Tensor, "1"] | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "batch q_len heads latent"], Float32[Tensor, "batch q_len heads"]]:
@@ -64,7 +68,7 @@ def mla_decode(
     `seq_lens`: cached tokens of each sequence with the `q_len` new ones, which are written before; query i sees the
     first seq_len − q_len + i + 1 rows. 0 for a padding sequence.
     `latent`: width of the value, 1 to qk.
-    `scale`: that of the expanded form, (nope + rope)^−½ · corrections, not qk^−½.
+    `scale`: that of the expanded form, (nope + rope)^−½ · corrections, not qk^−½. `kv_scale`: see the module.
 
     Returns the attended latents, in the dtype of `q`, and the natural log of the sums of exponentials of the scores. A
     query that sees nothing (every query of a padding sequence) gives zeros and −inf. Raises `ArgumentError` for
@@ -80,7 +84,7 @@ def mla_decode(
     for sequence in range(batch):
         length = int(seq_lens[sequence])
         pages = page_table[sequence, : -(-length // page)].long()
-        rows = kv_cache[pages].flatten(0, 1)[:length].double()
+        rows = loaded(kv_cache[pages].flatten(0, 1)[:length], kv_scale)
         for query in range(q_len):
             visible = length - q_len + query + 1
             if visible <= 0:
@@ -156,25 +160,30 @@ def mla_prefill(
     return attended, lse
 
 
+def _cache_write_cost(s: Signature) -> Cost:
+    stored_bytes = s["tokens"] * s["qk"] * s.dtype("kv_cache").itemsize
+    return Cost(flops=0, nbytes=s.nbytes("latent", "k_rope", "slot_mapping", "kv_scale") + stored_bytes)
+
+
 @op(
     family="mla",
     cases="tokenspeed_kernels.cases.mla:mla_cache_write",
     static=("page", "qk", "latent"),
     mutates=("kv_cache",),
     strided=("latent", "k_rope", "kv_cache"),
-    same_dtype=(("latent", "k_rope", "kv_cache"),),
+    same_dtype=(("latent", "k_rope"),),
     where=("qk == latent + rope",),
     checks=(Indices("slot_mapping", below="pages*page"),),
-    cost=lambda s: Cost(flops=0, nbytes=2 * s.nbytes("latent", "k_rope") + s.nbytes("slot_mapping")),
-    # A copy.
-    tolerance=lambda s, role: 0.0,
+    cost=_cache_write_cost,
+    tolerance=lambda s, role: store_tolerance(s, "kv_cache", "kv_scale"),
 )
 def mla_cache_write(
     latent: Float[Tensor, "tokens latent"],
     k_rope: Float[Tensor, "tokens rope"],
     slot_mapping: Int64[Tensor, "tokens"],
-    kv_cache: Float[Tensor, "pages page qk"],
+    kv_cache: Float[Tensor, "pages page qk"] | Float8e4m3fn[Tensor, "pages page qk"],
     *,
+    kv_scale: Float32[Tensor, "1"] | None = None,
     backend: str | None = None,
 ) -> None:
     """Stores the latents and the rotated keys of new tokens side by side in the cache, which is changed in place.
@@ -182,8 +191,9 @@ def mla_cache_write(
     `latent`: latents of the new tokens, normed already, of any sequences in any order. `k_rope`: their rotated keys.
     `slot_mapping`: where each goes: page id · page + offset in the page, no slot twice; -1: the token is not stored.
     `kv_cache`: the pool, see the module; nothing but the slots named is touched.
+    `kv_scale`: what the rows are divided by before their one rounding to the dtype of the cache, see the module.
 
-    `latent`, `k_rope` and the cache may be strided but for their last dim. Raises `ArgumentError` for arguments that do
+    A number beyond ±448 · `kv_scale` is stored as ±448 in a float8_e4m3fn cache; NaN stays NaN. `latent`, `k_rope` and the cache may be strided but for their last dim. Raises `ArgumentError` for arguments that do
     not fit, also for a cache row not as wide as both together; `ContentError` for a slot out of range where slots are
     checked (short CPU tensors, or debug mode).
 
@@ -192,7 +202,8 @@ def mla_cache_write(
     page = kv_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            kv_cache[slot // page, slot % page] = torch.cat((latent[token], k_rope[token]))
+            row = torch.cat((latent[token], k_rope[token]))
+            kv_cache[slot // page, slot % page] = stored(row, kv_scale, kv_cache.dtype)
 
 
 @op(

@@ -8,16 +8,21 @@ tokens and to the tail, the tokens after the last complete block. What the ops s
 `seq_lens`: tokens of each sequence, counting the new ones, which are its last; 0 for a padding sequence.
 `page_table`: each sequence's pages in order, −1 where it has none; what lies there is neither read nor written.
 `block_cache`: the caller's pool of block keys. A page holds `blocks` of them: block b of sequence s lies at
-`block_cache[page_table[s, b // blocks], b % blocks]`.
+`block_cache[page_table[s, b // blocks], b % blocks]`. It has the model's dtype or float8_e4m3fn, in either case without
+a scale: block keys come from a norm, so they are of the size of 1, far from ±448, where float8_e4m3fn saturates; and a
+common factor would not change which blocks are best.
+`k_cache`, `v_cache`: the caller's paged pools of keys and values, in any dtype or float8_e4m3fn.
+`k_scale`, `v_scale`: what the rows of those are multiplied by to give keys and values; None is 1. See `scaled_cache`.
 
 Sources: Native Sparse Attention (arXiv:2502.11089) for attention to chosen blocks, DeepSeek-V3.2 (arXiv:2512.02556)
 for the indexer with its ReLU scores; the Qwen3.8-Flash-Next model description in docs/models.md for this form.
 """
 
 import torch
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float8e4m3fn, Float32, Int32
 from torch import Tensor
 
+from tokenspeed_kernels.scaled_cache import loaded, stored
 from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 
 _PACKED = (Indices("page_table", below="pages"), Offsets("cu_seqlens", total="tokens"))
@@ -25,20 +30,26 @@ _PACKED = (Indices("page_table", below="pages"), Offsets("cu_seqlens", total="to
 
 def _index_cache_write_cost(s: Signature) -> Cost:
     """Raw keys in, the newest of them to the ring, a block key for every `ratio` tokens out."""
-    row = s["dim"] * s.dtype("raw_k").itemsize
-    stored = min(s["tokens"], s["seqs"] * s["ring_rows"])
+    row, key = (s["dim"] * s.dtype(role).itemsize for role in ("ring", "block_cache"))
+    newest = min(s["tokens"], s["seqs"] * s["ring_rows"])
     closed = s["tokens"] / s["ratio"]
     tables = s.nbytes("page_table", "slots", "cu_seqlens", "seq_lens", "weight", "inv_freq")
     return Cost(
-        flops=s.numel("raw_k") + closed * 10 * s["dim"], nbytes=s.nbytes("raw_k") + (stored + closed) * row + tables
+        flops=s.numel("raw_k") + closed * 10 * s["dim"],
+        nbytes=s.nbytes("raw_k") + newest * row + closed * key + tables,
     )
 
 
 def _index_cache_write_tolerance(s: Signature, role: str) -> float:
-    """The ring holds copies. A block key is a mean, a norm and a rotation (rounded cosines), each rounded."""
+    """The ring holds copies. A block key is a mean, a norm and a rotation (rounded cosines), each rounded.
+
+    Rounded to another dtype at last, what was beside a tie may fall to its other side.
+    """
     if role == "ring":
         return 0.0
-    return rounded_sum(s.dtype("block_cache"), terms=s["ratio"] + s["dim"], roundings=4)
+    key = rounded_sum(s.dtype("raw_k"), terms=s["ratio"] + s["dim"], roundings=4)
+    other = s.dtype("block_cache") != s.dtype("raw_k")
+    return key + (torch.finfo(s.dtype("block_cache")).eps if other else 0.0)
 
 
 @op(
@@ -47,7 +58,7 @@ def _index_cache_write_tolerance(s: Signature, role: str) -> float:
     static=("dim", "half", "blocks", "ring_rows", "ratio"),
     mutates=("ring", "block_cache"),
     strided=("raw_k",),
-    same_dtype=(("raw_k", "ring", "block_cache"),),
+    same_dtype=(("raw_k", "ring"),),
     where=("ratio >= 1", "ring_rows >= ratio", "2 * half <= dim"),
     checks=(*_PACKED, Indices("slots", below="slots"), Lengths("seq_lens", ("max_pages", "blocks", "ratio"))),
     cost=_index_cache_write_cost,
@@ -56,7 +67,7 @@ def _index_cache_write_tolerance(s: Signature, role: str) -> float:
 def index_cache_write(
     raw_k: Float[Tensor, "tokens dim"],
     ring: Float[Tensor, "slots ring_rows dim"],
-    block_cache: Float[Tensor, "pages blocks dim"],
+    block_cache: Float[Tensor, "pages blocks dim"] | Float8e4m3fn[Tensor, "pages blocks dim"],
     page_table: Int32[Tensor, "seqs max_pages"],
     slots: Int32[Tensor, "seqs"],
     cu_seqlens: Int32[Tensor, "seqs+1"],
@@ -79,7 +90,7 @@ def index_cache_write(
     `inv_freq`: radians a token of each pair of dims that rotates. `ratio`: tokens a block.
 
     Whenever p is the last position of a block, the block's raw keys, from this call or else from the ring as it was
-    before the call, give its key, rounded to their dtype at each arrow and at the end:
+    before the call, give its key, rounded to their dtype at each arrow and to that of `block_cache` at the end:
 
         mean (float32) → RMS norm with weight 1 + `weight` → `rope` at the position of the block's first token.
 
@@ -110,7 +121,8 @@ def index_cache_write(
             for p in range(block * ratio, position + 1):
                 mean += (raw_k[start + p - first] if p >= first else before[p % ring_rows]).double() / ratio
             normed = mean / (mean.square().mean() + eps).sqrt() * (1 + weight.double())
-            block_cache[table[seq][block // blocks], block % blocks] = _rotate(normed, block * ratio, inv_freq)
+            key = stored(_rotate(normed, block * ratio, inv_freq), None, block_cache.dtype)
+            block_cache[table[seq][block // blocks], block % blocks] = key
 
 
 @op(
@@ -119,7 +131,6 @@ def index_cache_write(
     outputs=("scores",),
     static=("heads", "dim", "blocks", "ratio"),
     strided=("q",),
-    same_dtype=(("q", "block_cache"),),
     where=("ratio >= 1",),
     checks=(*_PACKED, Lengths("seq_lens", ("max_pages", "blocks", "ratio"))),
     cost=lambda s: Cost(
@@ -132,7 +143,7 @@ def index_cache_write(
 )
 def index_scores(
     q: Float[Tensor, "tokens heads dim"],
-    block_cache: Float[Tensor, "pages blocks dim"],
+    block_cache: Float[Tensor, "pages blocks dim"] | Float8e4m3fn[Tensor, "pages blocks dim"],
     page_table: Int32[Tensor, "seqs max_pages"],
     cu_seqlens: Int32[Tensor, "seqs+1"],
     seq_lens: Int32[Tensor, "seqs"],
@@ -206,7 +217,9 @@ def _sparse_attention_cost(s: Signature) -> Cost:
     rows = min(s["tokens"] * keys, s["seqs"] * s["max_pages"] * s["page"], s["pages"] * s["page"])
     return Cost(
         flops=s.numel("q") * keys * 4,
-        nbytes=s.nbytes("q", "attended", "lse", "blocks", "page_table", "cu_seqlens", "seq_lens")
+        nbytes=s.nbytes(
+            "q", "attended", "lse", "blocks", "page_table", "cu_seqlens", "seq_lens", "k_scale", "v_scale"
+        )
         + 2 * rows * s["kv_heads"] * s["dim"] * s.dtype("k_cache").itemsize,
     )
 
@@ -218,7 +231,7 @@ def _sparse_attention_cost(s: Signature) -> Cost:
     output_dtypes={"attended": "q"},
     static=("heads", "kv_heads", "dim", "page", "ratio", "top_k"),
     strided=("q", "k_cache", "v_cache"),
-    same_dtype=(("q", "k_cache", "v_cache"),),
+    same_dtype=(("k_cache", "v_cache"),),
     where=("ratio >= 1", "page % ratio == 0", "heads % kv_heads == 0"),
     checks=(*_PACKED, Lengths("seq_lens", ("max_pages", "page"))),
     cost=_sparse_attention_cost,
@@ -227,8 +240,8 @@ def _sparse_attention_cost(s: Signature) -> Cost:
 )
 def sparse_attention(
     q: Float[Tensor, "tokens heads dim"],
-    k_cache: Float[Tensor, "pages page kv_heads dim"],
-    v_cache: Float[Tensor, "pages page kv_heads dim"],
+    k_cache: Float[Tensor, "pages page kv_heads dim"] | Float8e4m3fn[Tensor, "pages page kv_heads dim"],
+    v_cache: Float[Tensor, "pages page kv_heads dim"] | Float8e4m3fn[Tensor, "pages page kv_heads dim"],
     page_table: Int32[Tensor, "seqs max_pages"],
     blocks: Int32[Tensor, "tokens top_k"],
     cu_seqlens: Int32[Tensor, "seqs+1"],
@@ -236,6 +249,8 @@ def sparse_attention(
     *,
     ratio: int,
     scale: float,
+    k_scale: Float32[Tensor, "1"] | None = None,
+    v_scale: Float32[Tensor, "1"] | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "tokens heads dim"], Float32[Tensor, "tokens heads"]]:
@@ -244,7 +259,7 @@ def sparse_attention(
     `cu_seqlens`, `seq_lens`, `page_table`: see the module; token p of a sequence lies on its page p // page at offset
     p % page, and is left out where that is −1.
     `q`: queries of the new tokens, rotated. Query head h reads key/value head h // (heads // kv_heads).
-    `k_cache`, `v_cache`: the caller's paged pools of keys and values, those of the new tokens written already.
+    `k_cache`, `v_cache`, `k_scale`, `v_scale`: see the module; rows of the new tokens are written already.
     `blocks`: the chosen blocks of each token, the same for all heads, each at most once, in any order. The token at
     position p attends to the tokens of those below m = (p + 1) // ratio; all other entries, such as the filling −1, are
     ignored. To the tail, the tokens ratio·m to p, it always attends.
@@ -271,8 +286,8 @@ def sparse_attention(
         places = [place for place in places if place[0] != -1]
         if not places:
             continue
-        k = torch.stack([k_cache[place] for place in places]).double()
-        v = torch.stack([v_cache[place] for place in places]).double()
+        k = loaded(torch.stack([k_cache[place] for place in places]), k_scale)
+        v = loaded(torch.stack([v_cache[place] for place in places]), v_scale)
         for head in range(q.shape[1]):
             kv_head = head // (q.shape[1] // kv_heads)
             logits = scale * (k[:, kv_head] @ q[token, head].double())

@@ -1,6 +1,6 @@
 """Vendor-neutral core: contracts, kernels, selection, plugins, evidence, conformance. No kernel and no op in it."""
 
-from tokenspeed_registry.constraints import Dim, Dtype, Flag, Given
+from tokenspeed_registry.constraints import Alignment, Contiguous, Dim, Dtype, Flag, Given, OnHost
 from tokenspeed_registry.content import Indices, Lengths, Offsets
 from tokenspeed_registry.contract import CONTRACT_VERSION, Contract, Op
 from tokenspeed_registry.cost import Cost
@@ -31,10 +31,12 @@ from tokenspeed_registry.tolerance import rounded_sum, unit_roundoff
 __all__ = [
     "ANYWHERE",
     "CONTRACT_VERSION",
+    "Alignment",
     "ArgumentError",
     "ArgumentTypeError",
     "Call",
     "ContentError",
+    "Contiguous",
     "Contract",
     "Cost",
     "DeviceError",
@@ -49,6 +51,7 @@ __all__ = [
     "Lengths",
     "NoKernelError",
     "Offsets",
+    "OnHost",
     "Op",
     "Platform",
     "Plugin",

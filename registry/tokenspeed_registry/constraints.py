@@ -23,7 +23,9 @@ _RELATIONS: dict[str, Callable[[object, Bound], bool]] = {
 
 @dataclass(frozen=True)
 class Constraint:
-    """`kind`: "dim", "dtype", "flag" or "given" (an optional tensor's presence). `bound`: one value or a choice."""
+    """`kind`: "dim", "dtype", "flag", "given" (an optional tensor's presence), or how a tensor lies in memory: "host",
+    "contiguous", "alignment". `bound`: one value or a choice.
+    """
 
     kind: str
     name: str
@@ -39,25 +41,42 @@ class Constraint:
                 return signature.dtypes.get(self.name) if signature.shapes else signature.dtype(self.name)
             case "flag":
                 return signature.flag(self.name)
+            case "host" | "contiguous" | "alignment":
+                return self._layout(signature)
             case _:
                 if not signature.shapes:
                     raise UnknownDimError(self.name)
                 return signature.given(self.name)
 
+    def _layout(self, signature: Signature) -> FlagValue:
+        if not signature.layouts:
+            raise UnknownDimError(self.name)
+        layout = signature.layouts.get(self.name)
+        if layout is None:
+            return None
+        facts = {"host": layout.on_host, "contiguous": layout.contiguous, "alignment": layout.alignment}
+        return facts[self.kind]
+
     def holds(self, signature: Signature) -> bool | None:
         """Whether the call meets the limit; None where the signature does not say.
 
-        What is absent from a call, an optional tensor's dtype or a dim that only it has, is within every limit.
+        What is absent from a call, an optional tensor's dtype, layout or a dim that only it has, is within every limit.
         """
         try:
             value = self.value(signature)
         except UnknownDimError:
             return None
-        return (self.kind in ("dim", "dtype") and value is None) or _RELATIONS[self.relation](value, self.bound)
+        return (self.kind not in ("flag", "given") and value is None) or _RELATIONS[self.relation](value, self.bound)
 
     def needs(self) -> str:
         """The limit in words, for example `q_len <= 8`."""
-        names = {"dtype": f"dtype of {self.name}", "given": f"{self.name} given"}
+        names = {
+            "dtype": f"dtype of {self.name}",
+            "given": f"{self.name} given",
+            "host": f"{self.name} in host memory",
+            "contiguous": f"{self.name} contiguous",
+            "alignment": f"alignment of {self.name}",
+        }
         bound = ", ".join(str(value).removeprefix("torch.") for value in self.bound)
         relation = {"in": "in" if len(self.bound) > 1 else "=="}.get(self.relation, self.relation)
         return f"{names.get(self.kind, self.name)} {relation} {bound}"
@@ -119,3 +138,33 @@ class Given:
 
     def in_(self, *values: bool) -> Constraint:
         return Constraint("given", self.role, "in", values)
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """Whether a tensor that the contract lets lie on the host does so, in a call on an accelerator."""
+
+    role: str
+
+    def in_(self, *values: bool) -> Constraint:
+        return Constraint("host", self.role, "in", values)
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """Whether a tensor that the contract lets be strided is contiguous all the same."""
+
+    role: str
+
+    def in_(self, *values: bool) -> Constraint:
+        return Constraint("contiguous", self.role, "in", values)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Bytes, a power of two up to 256, that divide the start of every row of a tensor."""
+
+    role: str
+
+    def __ge__(self, nbytes: int) -> Constraint:
+        return Constraint("alignment", self.role, ">=", (nbytes,))

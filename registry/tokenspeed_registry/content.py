@@ -64,8 +64,11 @@ class Indices:
         return tuple(self.below.split("*"))
 
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
-        limit = evaluate(self.below, dims)
-        for index in values.tolist() if values.dim() == 1 else values.flatten().tolist():
+        limit = dims[self.below] if self.below in dims else evaluate(self.below, dims)
+        indices = values.tolist()
+        if indices and isinstance(indices[0], list):
+            indices = values.flatten().tolist()
+        for index in indices:
             if not -1 <= index < limit:
                 raise ContentError(op, self.argument, f"indices from -1 to {self.below}-1={limit - 1}", str(index))
 

@@ -49,10 +49,10 @@ class Contract:
     """Everything that is known of an op without any kernel.
 
     `static` dims are part of the dispatch key, all other dims may change from call to call at no cost. `strided`
-    tensors need unit stride in the last dim only, all others are contiguous. `host` tensors lie on the CPU, all
-    others share one device. `same_dtype` groups parameters that must agree. `where` holds relations between dims and
-    integer scalars, as Python expressions. `cases` names the case set (`module:attribute`), which only tests and
-    conformance import.
+    tensors need unit stride in the last dim only, all others are contiguous. `host` tensors lie on the CPU,
+    `placeable` ones on the device or in pinned host memory, all others share one device. `same_dtype` groups parameters
+    that must agree. `where` holds relations between dims and integer scalars, as Python expressions. `cases` names the
+    case set (`module:attribute`), which only tests and conformance import.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Contract:
     mutates: tuple[str, ...] = ()
     strided: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
+    placeable: tuple[str, ...] = ()
     same_dtype: tuple[tuple[str, ...], ...] = ()
     where: tuple[str, ...] = ()
     checks: tuple[ContentCheck, ...] = ()
@@ -79,7 +80,14 @@ class Contract:
         object.__setattr__(self, "scalars", tuple(p for p in self.parameters if isinstance(p, ScalarParameter)))
         names = {tensor.name for tensor in tensors}
         groups = {name for group in self.same_dtype for name in group}
-        mentioned = {*self.mutates, *self.strided, *self.host, *groups, *(check.argument for check in self.checks)}
+        mentioned = {
+            *self.mutates,
+            *self.strided,
+            *self.host,
+            *self.placeable,
+            *groups,
+            *(check.argument for check in self.checks),
+        }
         if mentioned - names:
             raise RegistrationError(f"{self.name}: no tensor parameter {sorted(mentioned - names)}")
         if set(self.static) - self.dims:
@@ -116,7 +124,7 @@ class Contract:
                 raise RegistrationError(f"{self.name}: {relation!r} mentions {sorted(unknown)}, no dims or arguments")
         sources = {*(tensor.name for tensor in self.tensors), *(s.name for s in self.scalars if s.type is torch.dtype)}
         for output in self.outputs:
-            if isinstance(output.dtype, str) and output.dtype not in sources:
+            if isinstance(output.dtype, str) and not set(output.dtype.split(" or ")) <= sources:
                 raise RegistrationError(f"{self.name}: {output.name} takes its dtype from {output.dtype!r}, unknown")
 
     @functools.cached_property
@@ -166,6 +174,7 @@ class Facts(TypedDict, total=False):
     mutates: tuple[str, ...]
     strided: tuple[str, ...]
     host: tuple[str, ...]
+    placeable: tuple[str, ...]
     same_dtype: tuple[tuple[str, ...], ...]
     where: tuple[str, ...]
     checks: tuple[ContentCheck, ...]
@@ -190,6 +199,7 @@ def declare(function: Callable[..., object], **facts: Unpack[Facts]) -> Contract
         mutates=facts.get("mutates", ()),
         strided=facts.get("strided", ()),
         host=facts.get("host", ()),
+        placeable=facts.get("placeable", ()),
         same_dtype=facts.get("same_dtype", ()),
         where=facts.get("where", ()),
         checks=facts.get("checks", ()),

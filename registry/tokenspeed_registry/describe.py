@@ -28,6 +28,7 @@ def _tensor(contract: Contract, tensor: TensorParameter) -> str:
             ("changed in place", tensor.name in contract.mutates),
             ("may be strided", tensor.name in contract.strided),
             ("on the host", tensor.name in contract.host),
+            ("on the device or in pinned host memory", tensor.name in contract.placeable),
             ("optional", tensor.optional),
         )
         if holds
@@ -43,5 +44,9 @@ def _scalar(contract: Contract, scalar: ScalarParameter) -> str:
 
 
 def _result(output: Output) -> str:
-    dtype = f"dtype of {output.dtype}" if isinstance(output.dtype, str) else str(output.dtype).removeprefix("torch.")
+    dtype = (
+        "dtype of " + output.dtype.replace(" or ", ", or of ")
+        if isinstance(output.dtype, str)
+        else str(output.dtype).removeprefix("torch.")
+    )
     return f"[{', '.join(output.dims)}] {dtype}"

@@ -36,6 +36,7 @@ from typing import Any
 from tokenspeed_registry.content import SHORT
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.describe import docstring
+from tokenspeed_registry.guard import guard_parameters
 from tokenspeed_registry.parameters import ScalarParameter, TensorParameter, is_name, offset_of
 
 _IDENTIFIER = re.compile(r"[a-z_]\w*")
@@ -55,7 +56,7 @@ def generate(contract: Contract) -> str:
     ]
     lines += [
         "        _guard = _dispatcher.guard if _valid else None",
-        f"        _key = ({_key(contract)}, _guard and _guard({', '.join(_local(d) for d in guard_dims(contract))}))",
+        f"        _key = ({_key(contract)}, _guard and _guard({_guard_arguments(contract)}))",
         "    except (ArithmeticError, AttributeError, TypeError, ValueError):",
         "        _valid = False",
         "    if not _valid:",
@@ -97,10 +98,9 @@ def build(contract: Contract, source: str, environment: dict[str, Any]) -> Calla
     return function
 
 
-def guard_dims(contract: Contract) -> tuple[str, ...]:
-    """The dims that are handed to a guard, in its order: those that tensors bind, and integer scalars."""
-    bound = [name for tensor in contract.tensors for name in _binds(tensor)]
-    return tuple(dict.fromkeys([*bound, *(s.name for s in contract.scalars if s.type is int)]))
+def _guard_arguments(contract: Contract) -> str:
+    tensors, dims = guard_parameters(contract)
+    return ", ".join([*tensors, *(_local(dim) for dim in dims)])
 
 
 def _parameter_list(contract: Contract) -> str:
@@ -187,7 +187,7 @@ def _uncertain(contract: Contract) -> list[str]:
     """Dims that a valid call may lack: those that only optional tensors bind, and optional integer scalars."""
     required = {name for tensor in contract.tensors if not tensor.optional for name in _binds(tensor)}
     required |= {scalar.name for scalar in contract.scalars if scalar.type is int and not scalar.optional}
-    return [dim for dim in guard_dims(contract) if dim not in required]
+    return sorted(contract.dims - required)
 
 
 def _shape(
@@ -235,6 +235,7 @@ def _layout_and_device(contract: Contract, tensor: TensorParameter) -> list[str]
     elif tensor is not contract.tensors[0]:
         # Cheaper than comparing torch.device objects, and as strict.
         here = f"not {name}.is_cpu and {name}.get_device() == _index"  # the index of meta tensors is that of the CPU
+        here = f"{here} or {name}.is_pinned()" if name in contract.placeable else here
         conditions.append(f"({name}.is_cpu if _on_cpu else {here})")
     return conditions
 
@@ -252,6 +253,7 @@ def _scalar_check(contract: Contract, scalar: ScalarParameter) -> str:
 def _key(contract: Contract) -> str:
     parts = ["_device"]
     parts += [f"{t.name} is not None and {t.name}.dtype" if t.optional else f"{t.name}.dtype" for t in contract.tensors]
+    parts += [f"{name} is not None and {name}.is_cpu" for name in contract.placeable]
     parts += [_local(dim) for dim in contract.static]
     parts += [flag.name for flag in contract.flags]
     return ", ".join(parts)
@@ -261,11 +263,13 @@ def _content(contract: Contract) -> list[str]:
     lines = []
     for index, check in enumerate(contract.checks):
         name = check.argument
-        optional = any(tensor.name == name and tensor.optional for tensor in contract.tensors)
+        tensor = next(tensor for tensor in contract.tensors if tensor.name == name)
         dims = ", ".join(f'"{dim}": {_local(dim)}' for dim in check.needs)
-        condition = f"{name}.is_cpu and {name}.numel() <= {SHORT} or _settings.debug"
+        sizes = "*".join(f"({_expression(expr, contract)})" for expr in tensor.dims) or "1"
+        readable = "True" if name in contract.host else "_on_cpu"
+        condition = f"{readable} and {sizes} <= {SHORT} or _settings.debug"
         lines += [
-            f"    if {f'{name} is not None and ({condition})' if optional else condition}:",
+            f"    if {f'{name} is not None and ({condition})' if tensor.optional else condition}:",
             f"        _V{index}.verify({contract.name!r}, {name}, {{{dims}}})",
         ]
     return lines

@@ -11,21 +11,19 @@ import torch
 
 from tokenspeed_registry import self_check
 from tokenspeed_registry.contract import Contract
-from tokenspeed_registry.dispatch import build, generate, guard_dims, without_hand_over
+from tokenspeed_registry.dispatch import build, generate, without_hand_over
 from tokenspeed_registry.errors import NoKernelError, TokenspeedError
+from tokenspeed_registry.guard import Guard, build_guard
 from tokenspeed_registry.kernel import Kernel, Priority
 from tokenspeed_registry.library import define
 from tokenspeed_registry.platform import platform_of
 from tokenspeed_registry.reference import copy_as_promised
 from tokenspeed_registry.scope import current_scope, recording
 from tokenspeed_registry.selection import Candidate, candidates, choose
-from tokenspeed_registry.signature import Signature
 from tokenspeed_registry.validation import check_out, signature_of
 
 if TYPE_CHECKING:
     from tokenspeed_registry.registry import Registry
-
-Guard = Callable[..., Hashable]
 
 
 class Dispatcher:
@@ -137,7 +135,7 @@ class Dispatcher:
 
     def _replace(self, kernels: tuple[Kernel, ...]) -> None:
         self.kernels = kernels
-        self.guard = _guard(self.contract, kernels)
+        self.guard = build_guard(self.contract, kernels)
         self.table, self._resolved = {}, {}
 
     def _warn_of_reference(
@@ -167,30 +165,3 @@ def _bind(dispatcher: Dispatcher, *args: Any, **kwargs: Any) -> Callable[..., An
     defaults |= {tensor.name: None for tensor in contract.tensors if tensor.keyword and tensor.omissible}
     # A kernel's own signature need not repeat the op's defaults.
     return functools.partial(chosen, **defaults) if defaults else chosen
-
-
-def _guard(contract: Contract, kernels: tuple[Kernel, ...]) -> Guard | None:
-    """What of the dynamic dims decides between kernels, as one function of them; None where nothing does.
-
-    That is the answer to each constraint on them, and where times of several kernels may be known, their magnitudes.
-    """
-    order = guard_dims(contract)
-    limits = {
-        limit
-        for kernel in kernels
-        for limit in kernel.constraints
-        if limit.kind == "dim" and limit.name not in contract.static
-    }
-    timed = any(kernel.compiler is not None for kernel in kernels)
-    by_time = timed and sum(kernel.priority != Priority.REFERENCE for kernel in kernels) > 1
-    if not limits and not by_time:
-        return None
-    ordered = sorted(limits, key=lambda limit: (limit.name, limit.relation, str(limit.bound)))
-
-    def guard(*values: int | None) -> Hashable:
-        present = {dim: value for dim, value in zip(order, values, strict=True) if value is not None}
-        signature = Signature(present)
-        answers = tuple(limit.holds(signature) for limit in ordered)
-        return (answers, tuple(value.bit_length() for value in present.values())) if by_time else answers
-
-    return guard

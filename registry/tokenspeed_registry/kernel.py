@@ -176,6 +176,9 @@ def _check_limits(contract: Contract, limits: Iterable[Constraint], name: str) -
         "dtype": {tensor.name for tensor in contract.tensors},
         "given": {tensor.name for tensor in contract.tensors if tensor.optional},
         "flag": {scalar.name for scalar in contract.flags},
+        "host": set(contract.placeable),
+        "contiguous": set(contract.strided),
+        "alignment": {tensor.name for tensor in contract.tensors},
     }
     for limit in limits:
         if limit.name not in known[limit.kind]:

@@ -61,7 +61,10 @@ Parameter = TensorParameter | ScalarParameter
 
 @dataclass(frozen=True)
 class Output:
-    """A result: its dims and its dtype, which is fixed, or that of a parameter, or the value of a dtype parameter."""
+    """A result: its dims and its dtype: fixed, or that of a tensor, or the value of a dtype parameter.
+
+    `"dtype or x"` means the first of the two that the call gives.
+    """
 
     name: str
     dims: tuple[str, ...]

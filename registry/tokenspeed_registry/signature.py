@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tokenspeed_registry.layout import Layout
+
 Flag = bool | int | float | str | torch.dtype | None
 
 
@@ -21,13 +23,15 @@ class UnknownDimError(LookupError):
 class Signature:
     """Dims by name, tensor dtypes and shapes by role (parameter or output name), and scalar arguments by name.
 
-    `shapes` lists the dim expressions of each role present, from which `nbytes` counts.
+    `shapes` lists the dim expressions of each role present, from which `nbytes` counts; `layouts` says how the call's
+    tensors lie in memory.
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     flags: Mapping[str, Flag] = field(default_factory=dict)
     shapes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     def __getitem__(self, dim: str) -> int:
         try:

@@ -19,6 +19,7 @@ from tokenspeed_registry.errors import (
     ShapeError,
     StrideError,
 )
+from tokenspeed_registry.layout import is_on_host, layout_of
 from tokenspeed_registry.parameters import Output, ScalarParameter, TensorParameter, is_name, offset_of
 from tokenspeed_registry.signature import Flag, Signature, evaluate
 
@@ -46,7 +47,8 @@ def signature_of(contract: Contract, arguments: Arguments) -> Signature:
     for output in contract.outputs:
         shapes[output.name] = output.dims
         dtypes[output.name] = output_dtype(output, dtypes, flags)
-    return Signature(dims, dtypes, flags, shapes)
+    layouts = {name: layout_of(tensor, device) for name, tensor in present.items()}
+    return Signature(dims, dtypes, flags, shapes, layouts)
 
 
 def check_partial(contract: Contract, dims: Mapping[str, int], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -83,9 +85,11 @@ def output_dtype(output: Output, dtypes: Mapping[str, torch.dtype], flags: Mappi
     """The dtype that an output takes in a call with these tensor dtypes and flags."""
     if isinstance(output.dtype, torch.dtype):
         return output.dtype
-    dtype = dtypes.get(output.dtype, flags.get(output.dtype))
-    assert isinstance(dtype, torch.dtype), output
-    return dtype
+    for source in output.dtype.split(" or "):
+        dtype = dtypes.get(source, flags.get(source))
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    raise AssertionError(output)
 
 
 def bind_dims(contract: Contract, arguments: Arguments) -> dict[str, int]:
@@ -144,7 +148,11 @@ def _check_tensor(
         want = f"shape [{' '.join(parameter.dims)}] = {expected}"
         raise ShapeError(op, name, want, str(tuple(tensor.shape)))
     wanted = torch.device("cpu") if name in contract.host else device
-    if tensor.device != wanted:
+    if name in contract.placeable and is_on_host(tensor, device):
+        # A device reads host memory only where it is pinned.
+        if not tensor.is_pinned():
+            raise DeviceError(op, name, f"device {wanted}, or pinned host memory", "host memory that is not pinned")
+    elif tensor.device != wanted:
         raise DeviceError(op, name, f"device {wanted}", str(tensor.device))
     if name in contract.strided:
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

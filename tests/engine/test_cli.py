@@ -50,6 +50,7 @@ def test_the_embedded_model_completes_python() -> None:
         (("generate", "--prompt-ids", "999999"), "999999"),
         (("generate", "--prompt", "a", "--temperature", "-1"), "temperature"),
         (("generate", "--prompt", "a", "--dtype", "int4"), "dtype"),
+        (("generate", "--prompt", "\udcff"), "prompt"),  # a byte that is no UTF-8
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:

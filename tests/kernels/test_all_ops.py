@@ -98,6 +98,23 @@ def test_bound_handle_computes_the_same(contract: Contract) -> None:
 
 
 @each_op
+def test_the_default_dtype_changes_nothing(contract: Contract) -> None:
+    arguments = arguments_of(contract)
+    plain = _clone(arguments)
+    wanted = call(contract, plain)
+    torch.set_default_dtype(torch.bfloat16)  # as frameworks do while they build a model
+    try:
+        again = _clone(arguments)
+        got = call(contract, again)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(_tensors(wanted), _tensors(got), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    for name in contract.mutates:
+        torch.testing.assert_close(plain[name], again[name], rtol=0, atol=0, equal_nan=True)
+
+
+@each_op
 def test_out_is_written_and_returned(contract: Contract) -> None:
     if not contract.outputs:
         assert call(contract, arguments_of(contract)) is None

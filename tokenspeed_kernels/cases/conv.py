@@ -27,15 +27,22 @@ def choose_slots(make: Make, count: int, padding: str) -> Tensor:
 
 
 def _common(p: Params, make: Make, count: int) -> dict[str, Any]:
-    history = (p["width"] - 1) * p["dilation"] + p["extra"]
+    """A history has `extra` more rows than the taps need and some sequence drops; dropped rows hold NaN."""
+    drops = make.integers(count, low=0, high=p["dropped"] + 1)
+    drops[1:2] = p["dropped"]
+    history = (p["width"] - 1) * p["dilation"] + p["extra"] + p["dropped"]
     slots = choose_slots(make, count, p["padding"])
     state = torch.full((count + SPARE_SLOTS, history, p["channels"]), torch.nan, dtype=p["dtype"])
     used = slots[slots >= 0].long()
     state[used] = make.normal(used.numel(), history, p["channels"], dtype=p["dtype"])
+    for slot, drop in zip(slots.tolist(), drops.tolist(), strict=True):
+        if slot >= 0:
+            state[slot, history - drop :] = torch.nan
     return {
         "weight": make.normal(p["channels"], p["width"], dtype=p["dtype"]),
         "state": state,
         "slots": slots,
+        "dropped": drops if p["dropped"] else None,
         "dilation": p["dilation"],
         "activation": p["activation"],
     }
@@ -61,18 +68,9 @@ def _causal_conv_prefill(p: Params, make: Make) -> dict[str, Any]:
 
 def _causal_conv_update(p: Params, make: Make) -> dict[str, Any]:
     batch, q_len = p["batch"], p["q_len"]
-    verify = p["accepted"] != "none"
-    arguments = _common({**p, "extra": p["extra"] + q_len * verify}, make, batch)
+    arguments = _common(p, make, batch)
     x = make.normal(batch, q_len, p["channels"], dtype=p["dtype"])
     x[arguments["slots"] < 0] = torch.nan
-    if verify:
-        counts = {
-            "random": make.integers(batch, low=0, high=q_len + 1),
-            "zero": torch.zeros(batch, dtype=torch.int32),
-            "one": torch.full((batch,), 1, dtype=torch.int32),
-            "full": torch.full((batch,), q_len, dtype=torch.int32),
-        }
-        arguments["accepted"] = counts[p["accepted"]]
     return arguments | {"x": strided(x) if p["strided"] else x}
 
 
@@ -81,6 +79,8 @@ _AXES: dict[str, list[Any]] = {
     "width": [4, 1, 2, 3],
     "dilation": [1, 3, 2],
     "extra": [0, 1, 4],
+    # The largest count of rows that any sequence drops.
+    "dropped": [0, 1, 3, 8],
     "dtype": FLOATS,
     "activation": ["silu", "none"],
     "padding": ["none", "middle", "ends", "all"],
@@ -98,6 +98,10 @@ causal_conv_prefill = CaseSet(
         {"lengths": (1, 2, 3, 4, 9, 10, 11), "dilation": 3, "fresh": fresh, "dtype": dtype, "padding": "middle"}
         for fresh in ("mixed", "none")
         for dtype in FLOATS
+    ]
+    + [
+        {"lengths": (0, 1, 0, 2, 5), "dropped": 4, "dilation": dilation, "fresh": fresh, "dtype": dtype}
+        for dilation, fresh, dtype in ((1, "none", torch.float32), (3, "mixed", torch.bfloat16))
     ],
     models={
         "qwen4_exp GDN prefill": {"lengths": (8192,), "channels": 10240, "dtype": torch.bfloat16},
@@ -109,13 +113,12 @@ causal_conv_update = CaseSet(
     axes={
         "batch": [3, 0, 1, 6],
         "q_len": [1, 2, 4, 8, 11],
-        "accepted": ["none", "random", "zero", "one", "full"],
         **_AXES,
     },
     build=_causal_conv_update,
     edges=[
-        {"q_len": 4, "accepted": accepted, "dilation": dilation, "dtype": dtype, "padding": "middle", "extra": 1}
-        for accepted in ("none", "random", "zero", "full")
+        {"q_len": q_len, "dropped": dropped, "dilation": dilation, "dtype": dtype, "padding": padding, "extra": 1}
+        for q_len, dropped, padding in ((1, 4, "none"), (4, 0, "middle"), (4, 4, "middle"), (2, 4, "none"))
         for dilation, dtype in ((1, torch.float32), (3, torch.bfloat16))
     ],
     models={
@@ -123,14 +126,14 @@ causal_conv_update = CaseSet(
         "qwen4_exp GDN verify": {
             "batch": 32,
             "q_len": 4,
-            "accepted": "random",
+            "dropped": 3,
             "channels": 10240,
             "dtype": torch.bfloat16,
         },
         "qwen4_exp n-gram verify": {
             "batch": 32,
             "q_len": 4,
-            "accepted": "random",
+            "dropped": 3,
             "channels": 10240,
             "dilation": 3,
             "dtype": torch.bfloat16,

@@ -12,11 +12,13 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 def _linear(p: Params, make: Make) -> dict[str, Any]:
     x = make.normal(p["tokens"], p["in_features"], dtype=p["dtype"])
+    weight_dtype = p["weight_dtype"] or p["dtype"]
     weight_scale = max(p["in_features"], 1) ** -0.5
     return {
         "x": strided(x) if p["strided"] else x,
-        "weight": make.normal(p["out_features"], p["in_features"], dtype=p["dtype"], scale=weight_scale),
-        "bias": make.normal(p["out_features"], dtype=p["dtype"]) if p["bias"] else None,
+        "weight": make.normal(p["out_features"], p["in_features"], dtype=weight_dtype, scale=weight_scale),
+        "bias": make.normal(p["out_features"], dtype=weight_dtype) if p["bias"] else None,
+        "dtype": p["out_dtype"],
     }
 
 
@@ -26,17 +28,24 @@ linear = CaseSet(
         "in_features": [64, 1, 37, 512],
         "out_features": [48, 1, 19, 256],
         "dtype": FLOATS,
+        "weight_dtype": [None, *FLOATS],
+        "out_dtype": [None, *FLOATS],
         "bias": [False, True],
         "strided": [False, True],
     },
     build=_linear,
-    edges=[{"tokens": 17, "in_features": 37, "dtype": dtype, "strided": True} for dtype in FLOATS],
+    edges=[
+        *({"tokens": 17, "in_features": 37, "dtype": dtype, "strided": True} for dtype in FLOATS),
+        *({"dtype": torch.bfloat16, "weight_dtype": torch.float32, "out_dtype": dtype, "bias": True} for dtype in FLOATS),
+        *({"dtype": dtype, "out_dtype": torch.float32, "bias": True} for dtype in (torch.bfloat16, torch.float16)),
+    ],
     models={
         "qwen4_exp language head": {
             "tokens": 32,
             "in_features": 2560,
             "out_features": 248320,
             "dtype": torch.bfloat16,
+            "out_dtype": torch.float32,
         },
         "qwen4_exp delta rule inputs": {
             "tokens": 512,
@@ -45,6 +54,14 @@ linear = CaseSet(
             "dtype": torch.bfloat16,
         },
         "deepseek_v3 query up": {"tokens": 512, "in_features": 1536, "out_features": 3072, "dtype": torch.bfloat16},
+        "deepseek_v3 router": {
+            "tokens": 32,
+            "in_features": 7168,
+            "out_features": 256,
+            "dtype": torch.bfloat16,
+            "weight_dtype": torch.float32,
+            "out_dtype": torch.float32,
+        },
     },
 )
 

@@ -20,9 +20,18 @@ QUERY_BLOCK = 128
 
 
 @kernel(attention.kv_cache_write, backend="torch")
-def kv_cache_write(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    scatter_slots(k_cache, slot_mapping, k)
-    scatter_slots(v_cache, slot_mapping, v)
+def kv_cache_write(
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    scatter_slots(k_cache, slot_mapping, k, k_scale)
+    scatter_slots(v_cache, slot_mapping, v, v_scale)
 
 
 @kernel(attention.paged_attention, backend="torch")
@@ -36,14 +45,16 @@ def paged_attention(
     *,
     scale: float,
     max_q_len: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     kv_heads = k_cache.shape[2]
     group = q.shape[1] // kv_heads
     table = reachable_pages(page_table, seq_lens, k_cache.shape[1])
     # [seqs, kv_heads, keys, dim]
-    keys = gather_pages(k_cache, table, seq_lens).transpose(1, 2).float()
-    values = gather_pages(v_cache, table, seq_lens).transpose(1, 2).float()
+    keys = gather_pages(k_cache, table, seq_lens, k_scale).transpose(1, 2)
+    values = gather_pages(v_cache, table, seq_lens, v_scale).transpose(1, 2)
     tokens = pad_sequences(cu_seqlens_q, max_q_len)
     first = seq_lens.long() - cu_seqlens_q.long().diff() + 1
     visible = first[:, None] + torch.arange(max_q_len, device=q.device)

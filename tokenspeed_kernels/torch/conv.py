@@ -22,26 +22,31 @@ def causal_conv_prefill(
     cu_seqlens: Tensor,
     fresh: Tensor,
     *,
+    dropped: Tensor | None = None,
     dilation: int = 1,
     activation: Activation = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
     seqs, history = slots.shape[0], state.shape[1]
     before = torch.where(fresh[:, None, None], 0, gather_rows(state, slots))
-    rows = torch.cat([before.flatten(0, 1), x])
+    rows = torch.cat([x.new_zeros(1, x.shape[1]), before.flatten(0, 1), x])
+    counted = torch.full_like(slots, history)  # [seqs] rows of each history
+    if dropped is not None:
+        counted = torch.where(fresh, history, history - dropped)
 
-    def row_of(seq: Tensor, position: Tensor) -> Tensor:
-        """Where the input at `position` of a sequence lies in `rows`; its history has positions −history to −1."""
-        here = seqs * history + cu_seqlens[seq] + position
-        return torch.where(position < 0, (seq + 1) * history + position, here)
+    def at(seq: Tensor, position: Tensor) -> Tensor:
+        """Inputs at positions counted from a sequence's first new token; zero before the rows of its history."""
+        old = counted[seq] + position
+        old = torch.where(old < 0, 0, 1 + seq * history + old)
+        return rows[torch.where(position < 0, old, 1 + seqs * history + cu_seqlens[seq] + position)]
 
     seq, position = token_sequences(cu_seqlens, x.shape[0])
-    taps = [rows[row_of(seq, position - offset)] for offset in _offsets(weight, dilation)]
+    taps = [at(seq, position - offset) for offset in _offsets(weight, dilation)]
     y = _finish(taps, weight, activation, slots[seq] >= 0, out)
 
     every = torch.arange(seqs, device=x.device).unsqueeze(-1)
     newest = cu_seqlens.diff().unsqueeze(-1) - history + torch.arange(history, device=x.device)
-    scatter_rows(state, (slots,), rows[row_of(every, newest)])
+    scatter_rows(state, (slots,), at(every, newest))
     return y
 
 
@@ -52,20 +57,20 @@ def causal_conv_update(
     state: Tensor,
     slots: Tensor,
     *,
-    accepted: Tensor | None = None,
+    dropped: Tensor | None = None,
     dilation: int = 1,
     activation: Activation = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
     batch, q_len, channels = x.shape
     history = state.shape[1]
-    rows = torch.cat([gather_rows(state, slots), x], 1)
-    counted = torch.full_like(slots, history) if accepted is None else history - q_len + accepted
-    counted = counted.unsqueeze(-1)  # [batch 1] rows of history before x
+    rows = torch.cat([x.new_zeros(batch, 1, channels), gather_rows(state, slots), x], 1)
+    counted = torch.full_like(slots, history) if dropped is None else history - dropped
+    counted = counted.unsqueeze(-1)  # [batch 1] rows of each history
 
     def at(position: Tensor) -> Tensor:
-        """The inputs at positions [batch n], counted from the first new token."""
-        row = torch.where(position < 0, counted + position, history + position)
+        """Inputs at positions [batch n] counted from the first new token; zero before the rows of the history."""
+        row = torch.where(position < 0, (1 + counted + position).clamp_min(0), 1 + history + position)
         return rows.gather(1, row.long().unsqueeze(-1).expand(-1, -1, channels))
 
     token = torch.arange(q_len, device=x.device).expand(batch, -1)
@@ -82,7 +87,7 @@ def _offsets(weight: Tensor, dilation: int) -> list[int]:
 
 def _finish(taps: list[Tensor], weight: Tensor, activation: Activation, valid: Tensor, out: Tensor | None) -> Tensor:
     """Weighted sum of the taps [... channels], with zeros where `valid` (of the first dim) is false."""
-    total = torch.zeros(taps[0].shape, device=weight.device)
+    total = torch.zeros(taps[0].shape, dtype=torch.float32, device=weight.device)
     for tap, tap_weight in zip(taps, weight.float().unbind(1), strict=True):
         total += tap.float() * tap_weight
     total = torch.where(valid.reshape(-1, *(1 for _ in total.shape[1:])), total, 0.0)

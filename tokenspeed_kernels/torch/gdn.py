@@ -84,7 +84,7 @@ def gdn_prefill(
     prepared = prepare(*(chunked(x) for x in (q, k, v, g, beta)))
     opens, closes = chunk == first_chunks[seq], (chunk == chunk_ends[seq] - 1) & (slots[seq] >= 0)
     o = torch.empty_like(prepared.written)
-    current = torch.zeros(state.shape[1:], device=v.device)
+    current = torch.zeros(state.shape[1:], dtype=torch.float32, device=v.device)
     for i in range(chunks):
         row = slots[seq[i : i + 1]]
         stored = gather_rows(state, row)

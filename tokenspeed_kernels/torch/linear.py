@@ -10,13 +10,15 @@ from tokenspeed_registry import copy_into, kernel
 
 
 @kernel(linear_op, backend="torch")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    if x.is_cpu and x.dtype == torch.bfloat16 and x.shape[1] % 4 != 0:
-        # oneDNN's AMX product reads past the ends of such rows: a NaN in the next row, times zero, spoils this one.
-        wide = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        projected = wide.to(x.dtype)
-    else:
-        projected = torch.nn.functional.linear(x, weight, bias)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    projected = project(x, weight, bias, dtype or x.dtype)
     return projected if out is None else copy_into(out, projected)
 
 
@@ -24,3 +26,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 def embedding(ids: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
     embedded = gather_rows(table, ids)
     return embedded if out is None else copy_into(out, embedded)
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x · weightᵀ + bias rounded to `dtype`; in float32 where the library has no such product, or a wrong one."""
+    if x.dtype == weight.dtype == dtype and not reads_past_rows(x):
+        return torch.nn.functional.linear(x, weight, bias)
+    wide = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return wide.to(dtype)
+
+
+def reads_past_rows(*matrices: Tensor) -> bool:
+    """Whether a product of such rows is not to be trusted: oneDNN's AMX product reads past their ends.
+
+    A NaN in the next row, times zero, then spoils this one. Rows of whole 8 bytes are safe.
+    """
+    return any(m.is_cpu and m.dtype == torch.bfloat16 and m.shape[-1] % 4 != 0 for m in matrices)

@@ -23,10 +23,11 @@ def mla_decode(
     *,
     latent: int,
     scale: float,
+    kv_scale: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, q_len, heads, _ = q.shape
-    rows = gather_pages(kv_cache, reachable_pages(page_table, seq_lens, kv_cache.shape[1]), seq_lens).float()
+    rows = gather_pages(kv_cache, reachable_pages(page_table, seq_lens, kv_cache.shape[1]), seq_lens, kv_scale)
     visible = seq_lens.long()[:, None] + torch.arange(1 - q_len, 1, device=q.device)
     attended, lse = softmax_attention(
         q.float().flatten(1, 2), rows, rows[..., :latent], visible.repeat_interleave(heads, dim=1), scale
@@ -63,8 +64,10 @@ def mla_prefill(
 
 
 @kernel(mla.mla_cache_write, backend="torch")
-def mla_cache_write(latent: Tensor, k_rope: Tensor, slot_mapping: Tensor, kv_cache: Tensor) -> None:
-    scatter_slots(kv_cache, slot_mapping, torch.cat((latent, k_rope), dim=-1))
+def mla_cache_write(
+    latent: Tensor, k_rope: Tensor, slot_mapping: Tensor, kv_cache: Tensor, *, kv_scale: Tensor | None = None
+) -> None:
+    scatter_slots(kv_cache, slot_mapping, torch.cat((latent, k_rope), dim=-1), kv_scale)
 
 
 @kernel(mla.merge_states, backend="torch")

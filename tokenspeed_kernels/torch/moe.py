@@ -40,7 +40,7 @@ def moe_experts(
     for (expert, _), inputs, outputs in zip(groups, *_split(groups, inner, rows), strict=True):
         torch.mm(inputs, down[expert].T, out=outputs)
     # Back in the order of the tokens, where a skipped pair is a row of zeros and its weight may be anything.
-    values = torch.zeros(tokens * top_k, x.shape[1], device=x.device)
+    values = torch.zeros(tokens * top_k, x.shape[1], dtype=torch.float32, device=x.device)
     values[pairs] = rows.float()
     kept = weights.masked_fill(ids == -1, 0.0)
     y = torch.bmm(kept.unsqueeze(1), values.view(tokens, top_k, x.shape[1])).squeeze(1).to(x.dtype)

@@ -47,12 +47,25 @@ def gather_rows(pool: Tensor, index: Tensor) -> Tensor:
     return rows.masked_fill_((index < 0).reshape(index.shape + (1,) * (pool.dim() - 1)), 0)
 
 
-def gather_pages(cache: Tensor, page_table: Tensor, seq_lens: Tensor) -> Tensor:
-    """Each sequence's cached rows in order, [seqs, max_pages*page, ...], from a cache [pages, page, ...].
+def wide_rows(pool: Tensor, index: Tensor) -> Tensor:
+    """`pool[index]` in float32, of any content where an index is -1: [*index.shape, *pool.shape[1:]].
 
-    Rows at and past `seq_lens` [seqs] are zero, whatever the cache holds there: a NaN times a weight of zero is NaN.
+    For pools of float8_e4m3fn too, on which torch cannot fill by a mask.
     """
-    rows = gather_rows(cache, page_table).flatten(1, 2)
+    if pool.shape[0] == 0:
+        return pool.new_zeros(*index.shape, *pool.shape[1:], dtype=torch.float32)
+    return pool[index.long().clamp_min(0)].to(torch.float32)
+
+
+def gather_pages(cache: Tensor, page_table: Tensor, seq_lens: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Each sequence's cached rows in order, float32 [seqs, max_pages*page, ...], from a cache [pages, page, ...].
+
+    They are multiplied by `scale` [1]. Rows at and past `seq_lens` [seqs] are zero, whatever the cache holds there: a
+    NaN times a weight of zero is NaN.
+    """
+    rows = wide_rows(cache, page_table).flatten(1, 2)
+    if scale is not None:
+        rows *= scale
     past = torch.arange(rows.shape[1], device=rows.device) >= seq_lens[:, None]
     return rows.masked_fill_(past.reshape(past.shape + (1,) * (rows.dim() - 2)), 0)
 
@@ -73,7 +86,16 @@ def scatter_rows(pool: Tensor, index: tuple[Tensor, ...], rows: Tensor) -> None:
     pool.index_put_(places, torch.where(some, rows[source].to(pool.dtype), pool[places]))
 
 
-def scatter_slots(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Writes `rows` [count, ...] to slots (page·page_size + offset; -1: skipped) of a cache [pages, page, ...]."""
+def scatter_slots(cache: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None = None) -> None:
+    """Writes `rows` [count, ...] / `scale` [1] to slots (page·page_size + offset; -1: skipped) of a cache [pages, page, ...]."""
     page = cache.shape[1]
-    scatter_rows(cache, (slots.div(page, rounding_mode="floor"), slots.remainder(page)), rows)
+    places = slots.div(page, rounding_mode="floor"), slots.remainder(page)
+    scatter_rows(cache, places, narrowed(rows if scale is None else rows.float() / scale, cache.dtype))
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` rounded to `dtype`, whose float8_e4m3fn saturates: torch's own conversion overflows to NaN in some versions."""
+    if dtype == torch.float8_e4m3fn:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)

@@ -71,7 +71,8 @@ def index_scores(
 ) -> Tensor:
     _, heads, dim = q.shape
     blocks = block_cache.shape[1]
-    scores = torch.full((q.shape[0], max_blocks), -torch.inf, device=q.device) if out is None else out.fill_(-torch.inf)
+    scores = q.new_empty(q.shape[0], max_blocks, dtype=torch.float32) if out is None else out
+    scores.fill_(-torch.inf)
     starts = cu_seqlens.tolist()
     for seq, length in enumerate(seq_lens.tolist()):
         start, end, count = starts[seq], starts[seq + 1], min(length // ratio, max_blocks)

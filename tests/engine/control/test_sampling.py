@@ -14,6 +14,7 @@ from tokenspeed_engine.control import ControlConfig, SamplingParams
         ("temperature", -0.1, ValueError),
         ("temperature", math.nan, ValueError),
         ("temperature", math.inf, ValueError),
+        ("temperature", 10**400, ValueError),
         ("temperature", "1", TypeError),
         ("temperature", True, TypeError),
         ("top_k", -1, ValueError),
