@@ -11,34 +11,15 @@ p % page. Entries past a sequence's last page are -1 and not read; before it the
 Sources: PagedAttention (arXiv:2309.06180) for the cache; GQA (arXiv:2305.13245) for the grouping of heads.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Float8e4m3fn, Float32, Int32, Int64
 from torch import Tensor
 
+from tokenspeed_kernels.checks import LongestRun
 from tokenspeed_kernels.scaled_cache import loaded, store_tolerance, stored
-from tokenspeed_registry import ContentError, Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
-
-
-@dataclass(frozen=True)
-class LongestRun:
-    """No two neighbouring offsets are further apart than the integer argument `bound`."""
-
-    argument: str
-    bound: str
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.bound,)
-
-    def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
-        longest = max((end - start for start, end in pairwise(values.tolist())), default=0)
-        if longest > dims[self.bound]:
-            expected = f"runs of at most {self.bound}={dims[self.bound]}"
-            raise ContentError(op, self.argument, expected, f"one of {longest}")
+from tokenspeed_registry import Cost, Indices, Lengths, Offsets, Signature, op, rounded_sum
 
 
 @op(
@@ -75,8 +56,9 @@ def kv_cache_write(
     `k_scale`, `v_scale`: what keys and values are divided by before their one rounding to the dtype of the caches, see
     the module.
 
-    A number beyond ±448 · scale is stored as ±448 in a float8_e4m3fn cache; NaN stays NaN. Tokens and caches may be strided but for their last dim. Raises `ArgumentError` for arguments that do not
-    fit, `ContentError` for a slot out of range where slots are checked (short CPU tensors, or debug mode).
+    A number beyond ±448 · scale is stored as ±448 in a float8_e4m3fn cache; NaN stays NaN. Tokens and caches may be
+    strided but for their last dim. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a slot out
+    of range where slots are checked (short CPU tensors, or debug mode).
 
     Source: PagedAttention, section 4.1.
     """
@@ -88,11 +70,12 @@ def kv_cache_write(
 
 
 def _paged_attention_cost(s: Signature) -> Cost:
-    # Lengths lie on the device: every sequence counts as having all its pages full.
-    keys = s["max_pages"] * s["page"]
+    # Lengths lie on the device: where nobody counted, every sequence has all its pages full and every query sees them.
+    longest = s["max_pages"] * s["page"]
+    cached, pairs = s.count("cached_tokens", s["seqs"] * longest), s.count("pairs", s["tokens"] * longest)
     cache_row = s["kv_heads"] * s["dim"] * s.dtype("k_cache").itemsize
     moved = s.nbytes("q", "page_table", "cu_seqlens_q", "seq_lens", "k_scale", "v_scale", "attended", "lse")
-    return Cost(flops=4 * s.numel("q") * keys, nbytes=moved + 2 * s["seqs"] * keys * cache_row)
+    return Cost(flops=4 * pairs * s["heads"] * s["dim"], nbytes=moved + 2 * cached * cache_row)
 
 
 @op(

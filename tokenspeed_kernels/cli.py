@@ -6,6 +6,7 @@ an unknown op, backend or arch (one line on stderr).
 
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -15,11 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
-from tokenspeed_registry import Kernel, TokenspeedError, UnknownNameError, known_platform, present_platform
+from tokenspeed_kernels.new_backend import new_backend
+from tokenspeed_registry import Contract, Kernel, TokenspeedError, UnknownNameError, known_platform, present_platform
+from tokenspeed_registry.cases import case_set
 from tokenspeed_registry.conformance import Report, check_kernel
 from tokenspeed_registry.platform import PLATFORMS
 from tokenspeed_registry.registry import default_registry
-from tokenspeed_registry.signature import Signature
+from tokenspeed_registry.signature import Flag, Signature
 from tokenspeed_registry.validation import check_partial
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -84,8 +87,11 @@ def kernels(op: Ops = None, backend: Backend = None, as_json: Json = False) -> N
 def explain(
     op: str,
     arch: Annotated[str | None, typer.Option(help="An arch of the table; this machine's unless given.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model's call that fills in all that is not given.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="A dim, as name=size; may be repeated.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="A tensor's dtype, as role=dtype; may be repeated.")] = None,
+    flag: Annotated[list[str] | None, typer.Option(help="A scalar argument, as name=value; may be repeated.")] = None,
+    given: Annotated[list[str] | None, typer.Option(help="An optional tensor that is there; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
     """Which kernel would serve a call of OP, and why not the others."""
@@ -93,9 +99,21 @@ def explain(
     dims = {name: _size(name, value) for name, value in _pairs(shape, contract.dims, "dim")}
     roles = frozenset(tensor.name for tensor in contract.tensors)
     dtypes = {name: _dtype(value) for name, value in _pairs(dtype, roles, "tensor")}
-    check_partial(contract, dims, dtypes)
+    flags = {
+        name: _flag(contract, name, value)
+        for name, value in _pairs(flag, frozenset(each.name for each in contract.flags), "flag")
+    }
+    call = _of_model(contract, model) if model is not None else Signature()
+    call = replace(
+        call,
+        dims={**call.dims, **dims},
+        dtypes={**call.dtypes, **dtypes},
+        flags={**call.flags, **flags},
+        present=_optional(contract, given),
+    )
+    check_partial(contract, call.dims, {role: call.dtypes[role] for role in roles & call.dtypes.keys()})
     platform = known_platform(arch) if arch is not None else present_platform()
-    candidates = default_registry.explain(op, platform, Signature(dims, dtypes))
+    candidates = default_registry.explain(op, platform, call)
     chosen = next((c.kernel.name for c in candidates if c.accepted), None)
     rows = [
         {
@@ -116,11 +134,10 @@ def explain(
 def verify(op: Ops = None, backend: Backend = None, as_json: Json = False) -> None:
     """Runs conformance of the kernels that run on this machine; exit code 1 where one fails."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    usable = {s.name for s in default_registry.plugins() if s.usable}
     reports = []
     for kernel in _kernels(op, backend):
         fits = kernel.requires.explain(present_platform()) is None
-        if kernel.backend != "reference" and fits and kernel.backend in usable:
+        if kernel.backend != "reference" and fits and kernel.name not in default_registry.unusable:
             report = check_kernel(default_registry.contract(kernel.op), kernel, device)
             reports.append(report)
             for failure in report.failures:
@@ -148,6 +165,7 @@ def _verdict(report: Report) -> dict[str, Any]:
         "backend": report.backend,
         "cases": report.cases,
         "refused": report.refused,
+        "unreached": report.unreached,
         "worst_error": report.worst.error,
         "tolerance": report.worst.tolerance,
         "ok": report.ok,
@@ -193,6 +211,38 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+def _flag(contract: Contract, name: str, value: str) -> Flag:
+    """A scalar argument from its text, as Python would write it. Raises `UnknownNameError` for a wrong one."""
+    (scalar,) = (scalar for scalar in contract.flags if scalar.name == name)
+    choices: dict[str, Flag] = {str(choice): choice for choice in scalar.choices}  # type: ignore[misc]
+    if scalar.type is bool:
+        choices = {"True": True, "true": True, "False": False, "false": False}
+    if scalar.optional:
+        choices["None"] = None
+    if value in choices:
+        return choices[value]
+    if scalar.type is torch.dtype:
+        return _dtype(value)
+    if choices or scalar.type is not str:
+        raise UnknownNameError(f"flag {name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def _optional(contract: Contract, roles: list[str] | None) -> frozenset[str]:
+    known = {tensor.name for tensor in contract.tensors if tensor.optional}
+    for role in roles or []:
+        if role not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise UnknownNameError(f"{role!r} is no optional tensor of {contract.name}; known: {names}")
+    return frozenset(roles or [])
+
+
+def _of_model(contract: Contract, name: str) -> Signature:
+    """The call of a model. Where its tensors lie in memory is left open."""
+    source = case_set(contract)
+    return replace(source.signature(contract, source.model(name)), layouts={})
+
+
 def _print(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:
     if as_json:
         _print_json(rows)
@@ -220,3 +270,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {item}" for key, item in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+
+
+app.command("new-backend")(new_backend)

@@ -6,20 +6,20 @@ sequence is zero. The sum is float32 and rounded to x's dtype before the activat
 `x`: inputs of the new tokens, before the convolution. May be strided but for the last dim.
 `weight`: taps of each channel; the last one is the current token's. There is no bias.
 `state`: the caller's pool of histories, one a slot: the last `history` inputs of a sequence, oldest first.
-`dropped`: of how many of its newest rows each history is rid before the call; none where not given. So inputs that turn
-out not to count, such as rejected drafts, are taken back by the next call, whichever op it is and however many tokens
-it brings; where there are none, it does just that. Taps see what is left of the true rows, so at least
-(width−1) · dilation of them must be, and `history` be longer than that by the largest count.
+`dropped`: how many of the newest rows of each history do not count; 0 where not given. They are taken out before the
+call's own tokens come in. So inputs that turned out wrong, such as rejected drafts, are taken back by the next call,
+whichever op it is and however many tokens it brings; without any, it does just that. `history` must exceed
+(width−1) · dilation, what the taps reach back over, by at least the largest count.
 `slots`: the slot of each sequence, no two the same; −1 marks padding: nothing of it is read or written, and its output
 is zero.
 `dilation`: tokens between taps, 1 for an ordinary convolution.
 `activation`: "silu", or "none" for the bare sum.
 
-What a history holds: call true the rows that are inputs of the sequence or zeros from before it. After a fresh prefill
-all are. A call with n tokens, d rows dropped, leaves of v true rows the newest min(history, v − d + n), last the call's
-own tokens. Where d > n, no old rows are left to fill in and the d − n oldest become zeros that stand for nothing. As
-long as only tokens of the call just before are dropped, a history that is long enough for each call's `dropped` always
-has the rows which the taps need.
+What a history holds: call the rows true that are the sequence's inputs, or the zeros before its start. A fresh prefill
+leaves all of them true. Where v are, a call of n tokens that drops d leaves the newest min(history, v − d + n) true,
+its own tokens last. It takes v − d ≥ (width−1) · dilation; that holds in every call, with a history as long as said, if
+only tokens of the sequence's previous call are dropped. With d > n there is nothing to put at the old end: the d − n
+oldest rows become zeros, which are not true.
 
 Source: the short convolutions of Mamba, arXiv:2312.00752, and Gated Delta Networks, arXiv:2412.06464; the dilated one
 of the n-gram block in Qwen3.8.
@@ -122,8 +122,8 @@ def causal_conv_prefill(
     `x`, `weight`, `state`, `slots`, `dropped`, `dilation`, `activation`: see the module.
     `cu_seqlens`: sequence i is tokens cu_seqlens[i] to cu_seqlens[i+1], possibly none.
     `fresh`: true where nothing comes before the sequence: the history is zero, and what its slot holds, NaN included,
-    is not looked at, nor is its `dropped`. False: the sequence goes on from its slot, so that a prompt may come in
-    pieces.
+    is not looked at, so that `dropped` changes nothing. False: the sequence goes on from its slot, so that a prompt
+    may come in pieces.
 
     Returns the outputs, in x's dtype. Raises `ArgumentError` for arguments that do not fit, also for a history shorter
     than (width−1) · dilation; `ContentError` for a slot outside the pool, bad offsets, or a count that leaves too

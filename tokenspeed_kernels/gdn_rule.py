@@ -8,12 +8,12 @@ from tokenspeed_registry import Signature, rounded_sum
 HEADS = "k_heads > 0 and v_heads % k_heads == 0"
 
 
-def flops(s: Signature, tokens: int) -> int:
+def flops(s: Signature, tokens: float) -> float:
     """Decay 1, read 2, update 2 and output 2 operations a state element and token."""
     return 7 * tokens * s["v_heads"] * s["d_v"] * s["d_k"]
 
 
-def state_bytes(s: Signature, states: int) -> int:
+def state_bytes(s: Signature, states: float) -> float:
     """Bytes of `states` states of all heads."""
     return states * s["v_heads"] * s["d_v"] * s["d_k"] * s.dtype("state").itemsize
 

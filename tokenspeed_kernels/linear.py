@@ -20,6 +20,7 @@ def _linear_tolerance(s: Signature, role: str) -> float:
     static=("out_features", "in_features"),
     strided=("x",),
     same_dtype=(("weight", "bias"),),
+    where=("dtype is None or dtype.is_floating_point and dtype.itemsize in (2, 4)",),
     cost=lambda s: Cost(flops=2 * s["tokens"] * s.numel("weight"), nbytes=s.nbytes("x", "weight", "bias", "projected")),
     tolerance=_linear_tolerance,
 )
@@ -39,7 +40,7 @@ def linear(
     dtype of `weight`; None adds nothing. `dtype`: that of the result, bfloat16, float16 or float32, to which the sum is
     rounded once; None is that of `x`.
 
-    Raises `ArgumentError` for arguments that do not fit.
+    Raises `ArgumentError` for arguments that do not fit, also for any other `dtype`.
 
     Source: `torch.nn.functional.linear`.
     """

@@ -80,7 +80,8 @@ def linear_nvfp4(
     of input 2i in the low half. `scale`: of each 16 inputs of a row (`weight_scale` in checkpoints), in row-major
     order. `global_scale`: of the whole matrix (`weight_scale_2`): a value is code · scale · global_scale.
 
-    Returns the dtype of `x`. Raises `ArgumentError` for arguments that do not fit, also for inputs not a multiple of 16.
+    Returns the dtype of `x`. Raises `ArgumentError` for arguments that do not fit, also where 16 does not divide the
+    number of inputs.
 
     Source: "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), section 3, with activations as they are.
     """

@@ -26,8 +26,8 @@ def _attention_tolerance(s: Signature, role: str) -> float:
 
 
 def _decode_cost(s: Signature) -> Cost:
-    # Lengths lie on the device: every sequence counts as having all its pages full.
-    keys = s["batch"] * s["max_pages"] * s["page"]
+    # Lengths lie on the device: where nobody counted, every sequence has all its pages full.
+    keys = s.count("cached_tokens", s["batch"] * s["max_pages"] * s["page"])
     moved = s.nbytes("q", "page_table", "seq_lens", "kv_scale", "attended", "lse")
     flops = 2 * keys * s["q_len"] * s["heads"] * (s["qk"] + s["latent"])
     return Cost(flops=flops, nbytes=moved + keys * s["qk"] * s.dtype("kv_cache").itemsize)
@@ -193,9 +193,10 @@ def mla_cache_write(
     `kv_cache`: the pool, see the module; nothing but the slots named is touched.
     `kv_scale`: what the rows are divided by before their one rounding to the dtype of the cache, see the module.
 
-    A number beyond ±448 · `kv_scale` is stored as ±448 in a float8_e4m3fn cache; NaN stays NaN. `latent`, `k_rope` and the cache may be strided but for their last dim. Raises `ArgumentError` for arguments that do
-    not fit, also for a cache row not as wide as both together; `ContentError` for a slot out of range where slots are
-    checked (short CPU tensors, or debug mode).
+    A number beyond ±448 · `kv_scale` is stored as ±448 in a float8_e4m3fn cache; NaN stays NaN. `latent`, `k_rope` and
+    the cache may be strided but for their last dim. Raises `ArgumentError` for arguments that do not fit, also for a
+    cache row not as wide as both together; `ContentError` for a slot out of range where slots are checked (short CPU
+    tensors, or debug mode).
 
     Source: DeepSeek-V2, section 2.1.3.
     """

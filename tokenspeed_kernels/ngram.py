@@ -1,4 +1,4 @@
-"""n-gram embeddings: hashes of the last tokens, rows of a large table, and their gated injection into the residual.
+"""n-gram embeddings: hashes of the last tokens, and the rows of a large table that they name.
 
 `ids`: token ids of all sequences, packed. −1 is padding: its rows are −1, its embedding is zero, and what follows it
 sees it as `eos`.
@@ -8,7 +8,9 @@ sees it as `eos`.
 `moduli`, `offsets`: how many table rows each head hashes into, at least 1, and the first of them.
 `eos`: the id that ends a text. Once a predecessor is `eos`, all older ones count as it; an `eos` token itself still
 sees its own predecessors.
-`table`: the rows of all heads, possibly above 2^31 elements. `scale`: one factor for all of it or one a row; None is 1.
+`table`: the rows of all heads, possibly above 2^31 elements, on the device or in pinned host memory. `scale`: one
+factor for all of it or one a row; None is 1. `first_row`: where `table` is one shard of a larger one, the row that it
+begins with; rows of other shards give zeros, so that shards' results add up. None: it is the whole table.
 `dtype`: that of the embedding: bfloat16, float16 or float32.
 
 Sources: the Qwen3.8-Flash-Next reference implementation; hashed n-gram tables go back to fastText
@@ -35,6 +37,18 @@ class Positive:
     def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
         if wrong := [value for value in values.tolist() if value < 1]:
             raise ContentError(op, self.argument, "values of at least 1", str(wrong[0]))
+
+
+@dataclass(frozen=True)
+class WholeTableRows:
+    """A content check: −1 or rows of the table, where that is the whole table; a shard is handed rows of others too."""
+
+    argument: str
+    needs: tuple[str, ...] = ("table_rows", "first_row")
+
+    def verify(self, op: str, values: Tensor, dims: Mapping[str, int]) -> None:
+        if dims["first_row"] is None:
+            Indices(self.argument, below="table_rows").verify(op, values, dims)
 
 
 _HASH_RELATIONS = ("order >= 2", "history == order-1", "heads % (order-1) == 0")
@@ -140,7 +154,8 @@ def _wrap(value: int) -> int:
     output_dtypes={"embedding": "dtype"},
     static=("heads", "dim"),
     where=("table_rows >= 1", _SCALE_RELATION, _DTYPE_RELATION),
-    checks=(Indices("rows", below="table_rows"),),
+    placeable=("table", "scale"),
+    checks=(WholeTableRows("rows"),),
     cost=lambda s: Cost(flops=s.numel("embedding"), nbytes=s.nbytes("rows") + _lookup_bytes(s)),
     tolerance=_lookup_tolerance,
 )
@@ -150,21 +165,24 @@ def ngram_lookup(
     scale: Float32[Tensor, "scales"] | None,
     *,
     dtype: torch.dtype,
+    first_row: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "tokens heads*dim"]:
     """The table rows of each token, one behind the other: embedding[t, j·dim : (j+1)·dim] = table[rows[t, j]] · scale.
 
-    `rows`: what `ngram_hash` returns; −1 gives zeros. `table`, `scale`, `dtype`: see the module. The product is float32
-    and rounds once. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a row outside the table
-    where rows are checked (short CPU tensors, or debug mode).
+    `rows`: what `ngram_hash` returns; −1 gives zeros. `table`, `scale`, `dtype`, `first_row`: see the module. The
+    product is float32 and rounds once. Raises `ArgumentError` for arguments that do not fit, `ContentError` for a row
+    outside a whole table where rows are checked (short CPU tensors, or debug mode).
 
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation; its float8 checkpoints for the scales.
     """
     embedding = torch.zeros(*rows.shape, table.shape[1], dtype=torch.float64, device=rows.device)
+    start = first_row or 0
     for token, row_of_head in enumerate(rows.tolist()):
-        for head, row in enumerate(row_of_head):
-            if row == -1:
+        for head, global_row in enumerate(row_of_head):
+            row = global_row - start
+            if global_row == -1 or not 0 <= row < table.shape[0]:
                 continue
             embedding[token, head] = table[row].double()
             if scale is not None:
@@ -179,7 +197,8 @@ def ngram_lookup(
     output_dtypes={"embedding": "dtype"},
     static=("order", "heads", "dim"),
     where=(*_HASH_RELATIONS, "table_rows >= 1", _SCALE_RELATION, _DTYPE_RELATION),
-    checks=(Offsets("cu_seqlens", total="tokens"), Positive("moduli"), Indices("offsets", below="table_rows")),
+    placeable=("table", "scale"),
+    checks=(Offsets("cu_seqlens", total="tokens"), Positive("moduli"), WholeTableRows("offsets")),
     cost=lambda s: Cost(
         flops=_hash_flops(s) + s.numel("embedding"),
         nbytes=s.nbytes("ids", "context", "cu_seqlens", "multipliers", "moduli", "offsets") + _lookup_bytes(s),
@@ -198,6 +217,7 @@ def ngram_embed(
     *,
     eos: int,
     dtype: torch.dtype,
+    first_row: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Float[Tensor, "tokens heads*dim"]:
@@ -210,94 +230,6 @@ def ngram_embed(
     Source: n-gram embedding of the Qwen3.8-Flash-Next reference implementation.
     """
     rows = ngram_hash.contract.reference(ids, context, cu_seqlens, multipliers, moduli, offsets, eos=eos)
-    embedding = ngram_lookup.contract.reference(rows, table, scale, dtype=dtype)
+    embedding = ngram_lookup.contract.reference(rows, table, scale, dtype=dtype, first_row=first_row)
     assert isinstance(embedding, Tensor)
     return embedding
-
-
-@op(
-    family="ngram",
-    cases="tokenspeed_kernels.cases.ngram:ngram_gate",
-    outputs=("gated", "conv_input"),
-    output_dtypes={"gated": "x", "conv_input": "x"},
-    static=("streams", "hidden"),
-    same_dtype=(("x", "key", "value", "norm_key", "norm_query", "norm_conv"),),
-    cost=lambda s: Cost(
-        flops=20 * s.numel("x"),
-        nbytes=s.nbytes("x", "key", "value", "norm_key", "norm_query", "norm_conv", "gated", "conv_input"),
-    ),
-    # The score is a float32 sum; its error passes a square root and a sigmoid, of slope below 1 together from a score
-    # of 0.05 on. The gated value rounds once, and may do so before it is normalised and rounds again.
-    tolerance=lambda s, role: rounded_sum(s.dtype(role), terms=s["hidden"]),
-)
-def ngram_gate(
-    x: Float[Tensor, "tokens streams hidden"],
-    key: Float[Tensor, "tokens streams hidden"],
-    value: Float[Tensor, "tokens hidden"],
-    norm_key: Float[Tensor, "streams hidden"],
-    norm_query: Float[Tensor, "streams hidden"],
-    norm_conv: Float[Tensor, "streams hidden"],
-    *,
-    eps: float,
-    out: tuple[Tensor, Tensor] | None = None,
-    backend: str | None = None,
-) -> tuple[Float[Tensor, "tokens streams hidden"], Float[Tensor, "tokens streams hidden"]]:
-    """How much of an n-gram's value each residual stream takes, by the likeness of stream and key.
-
-    With norm(x; w) = x · rsqrt(mean(x²) + eps) · (1 + w) over each stream by itself, in float32:
-
-        a          = sum(norm(key; norm_key) · norm(x; norm_query)) / √hidden
-        gated      = sigmoid(sign(a) · √max(|a|, 1e-6)) · value, where sign(0) = 0
-        conv_input = norm(gated; norm_conv)
-
-    `x`: the raw residual streams. `key`, `value`: projections of the n-gram embedding, without norm; all streams share
-    a value. `norm_key`, `norm_query`, `norm_conv`: norm weights, stored centred at zero. `eps`: added to mean squares.
-    `conv_input` goes through the causal convolution of dilation `order`, whose output `ngram_inject` adds together
-    with `gated`. Raises `ArgumentError` for arguments that do not fit.
-
-    Source: n-gram layer of the Qwen3.8-Flash-Next reference implementation.
-    """
-    tokens, streams, hidden = x.shape
-    gated = torch.zeros(tokens, streams, hidden, dtype=torch.float64, device=x.device)
-    conv_input = torch.zeros_like(gated)
-    for token in range(tokens):
-        for stream in range(streams):
-            query = _rms_norm(x[token, stream], norm_query[stream], eps)
-            score = (_rms_norm(key[token, stream], norm_key[stream], eps) * query).sum() / hidden**0.5
-            score = score.sign() * score.abs().clamp_min(1e-6).sqrt()
-            gated[token, stream] = score.sigmoid() * value[token].double()
-            conv_input[token, stream] = _rms_norm(gated[token, stream], norm_conv[stream], eps)
-    return gated, conv_input
-
-
-@op(
-    family="ngram",
-    cases="tokenspeed_kernels.cases.ngram:ngram_inject",
-    static=("streams", "hidden"),
-    mutates=("x",),
-    same_dtype=(("x", "gated", "conv"),),
-    cost=lambda s: Cost(flops=2 * s.numel("x"), nbytes=s.nbytes("x", "x", "gated", "conv")),
-    # Two sums in float32, one rounding.
-    tolerance=lambda s, role: rounded_sum(s.dtype(role), terms=2),
-)
-def ngram_inject(
-    x: Float[Tensor, "tokens streams hidden"],
-    gated: Float[Tensor, "tokens streams hidden"],
-    conv: Float[Tensor, "tokens streams hidden"],
-    *,
-    backend: str | None = None,
-) -> None:
-    """Adds an n-gram layer's gated value and its convolution to the residual streams, in place: x += gated + conv.
-
-    `x`: the raw residual streams. `gated`: from `ngram_gate`. `conv`: the convolution of its `conv_input`. The sums
-    are float32 and round once. Raises `ArgumentError` for arguments that do not fit.
-
-    Source: n-gram layer of the Qwen3.8-Flash-Next reference implementation.
-    """
-    x.copy_(x.double() + gated.double() + conv.double())
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Of one stream [hidden], in float64; the weight is centred at zero."""
-    values = x.double()
-    return values * torch.rsqrt(values.square().mean() + eps) * (1 + weight.double())

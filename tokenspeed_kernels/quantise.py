@@ -14,6 +14,8 @@ Sources: DeepSeek-V3 (arXiv:2412.19437), section 3.3, for FP8; "Pretraining Larg
 (arXiv:2509.25149), section 3, for NVFP4.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,8 @@ def to_fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape[-2:]
     padding = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
     padded = torch.nn.functional.pad(weight.float().abs(), padding)
-    blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
+    grid = (padded.shape[-2] // FP8_BLOCK, FP8_BLOCK, padded.shape[-1] // FP8_BLOCK, FP8_BLOCK)
+    blocks = padded.reshape(*weight.shape[:-2], *grid)
     scale = (blocks.amax(dim=(-3, -1)) / _FP8_MAX).clamp_min(_SMALLEST)
     return (weight.float() / _spread_blocks(scale, rows, columns)).to(torch.float8_e4m3fn), scale
 
@@ -58,7 +61,7 @@ def to_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if weight.shape[-1] % NVFP4_GROUP:
         raise ValueError(f"weight: expected a multiple of {NVFP4_GROUP} columns, got shape {tuple(weight.shape)}")
     stack = weight.shape[:-2]
-    groups = weight.float().unflatten(-1, (-1, NVFP4_GROUP))
+    groups = weight.float().reshape(*weight.shape[:-1], -1, NVFP4_GROUP)
     group_max = groups.abs().amax(dim=-1)
     global_scale = (group_max.amax(dim=(-2, -1)) / (E2M1[-1] * _FP8_MAX)).clamp_min(_SMALLEST)
     scale = (group_max / E2M1[-1] / global_scale[..., None, None]).to(torch.float8_e4m3fn)
@@ -70,10 +73,10 @@ def to_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def from_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """The float32 values [..., out, in] of what `to_nvfp4` returns, in its shapes."""
-    table = torch.tensor(E2M1 + tuple(-magnitude for magnitude in E2M1), device=packed.device)
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32, device=packed.device)
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     scales = scale.float() * global_scale.reshape(*packed.shape[:-2], 1, 1)
-    return (table[codes.int()].unflatten(-1, (-1, NVFP4_GROUP)) * scales[..., None]).flatten(-2)
+    return table[codes.int()] * scales.repeat_interleave(NVFP4_GROUP, dim=-1)
 
 
 def _spread_blocks(scale: Tensor, rows: int, columns: int) -> Tensor:
@@ -84,8 +87,8 @@ def _spread_blocks(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 def _nearest_e2m1(x: Tensor) -> Tensor:
     """The codes, uint8, nearest to `x`; beyond ±6 those of ±6."""
-    middles = [(low + high) / 2 for low, high in zip(E2M1, E2M1[1:], strict=False)]
-    after_even, after_odd = (torch.tensor(middles[first::2], device=x.device) for first in (0, 1))
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(E2M1)]
+    after_even, after_odd = (torch.tensor(middles[first::2], dtype=torch.float32, device=x.device) for first in (0, 1))
     # Halfway from an even code to an odd one stays at the even one; from an odd code it goes on to the next, even.
     magnitude = torch.bucketize(x.abs(), after_even) + torch.bucketize(x.abs(), after_odd, right=True)
     return (magnitude + 8 * x.signbit()).to(torch.uint8)

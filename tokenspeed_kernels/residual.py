@@ -5,7 +5,8 @@ What the ops share:
 `x`: the raw streams of each token. `y`: the output of the sublayer for the same tokens.
 `inject`: how much of `y` each stream takes, 0 to 2: the gates which the mix before that sublayer returned.
 `norm_weight`: weight of each stream's norm, stored centred at zero.
-`w_down`, `w_up`: projections of the flattened streams down to `rank` numbers and up again to the mixing gates.
+`w_down`, `w_up`: projections of the flattened streams down to `rank` numbers and up again to the mixing gates, in the
+dtype of `x` or both in float8_e4m3fn; `down_scale`, `up_scale`: what multiplies each row of them, 1 unless given.
 `w_inject`: projection to the injection gates; of 0 rows for a mixer after which nothing is injected.
 `eps`: added to the mean of squares of a stream, in its units.
 
@@ -14,7 +15,7 @@ form, in which the mix reads the normalised streams and the injection adds to th
 """
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float8e4m3fn, Float32
 from torch import Tensor
 
 from tokenspeed_registry import Cost, Signature, op, rounded_sum
@@ -33,7 +34,13 @@ def _mix_tolerance(s: Signature, role: str) -> float:
     return rounded_sum(s.dtype("x"), terms, roundings=1 if role in ("inject", "next_inject") else 3)
 
 
-_MIX_INPUTS = ("norm_weight", "w_down", "w_up", "w_inject")
+_MIX_INPUTS = ("norm_weight", "w_down", "w_up", "w_inject", "down_scale", "up_scale")
+_MIX_DTYPES = (("x", "norm_weight", "w_inject"), ("w_down", "w_up"))
+_MIX_RELATIONS = (
+    "streams >= 1",
+    "gates in (0, streams)",
+    "w_down.dtype == x.dtype or w_down.dtype.itemsize == 1",
+)
 
 
 @op(
@@ -42,25 +49,27 @@ _MIX_INPUTS = ("norm_weight", "w_down", "w_up", "w_inject")
     outputs=("mixed", "inject"),
     output_dtypes={"mixed": "x"},
     static=("streams", "hidden", "rank", "gates"),
-    same_dtype=(("x", *_MIX_INPUTS),),
-    where=("streams >= 1", "gates in (0, streams)"),
+    same_dtype=_MIX_DTYPES,
+    where=_MIX_RELATIONS,
     cost=lambda s: Cost(flops=_mix_flops(s), nbytes=s.nbytes("x", *_MIX_INPUTS, "mixed", "inject")),
     tolerance=_mix_tolerance,
 )
 def residual_mix(
     x: Float[Tensor, "tokens streams hidden"],
     norm_weight: Float[Tensor, "streams hidden"],
-    w_down: Float[Tensor, "rank streams*hidden"],
-    w_up: Float[Tensor, "streams*hidden rank"],
+    w_down: Float[Tensor, "rank streams*hidden"] | Float8e4m3fn[Tensor, "rank streams*hidden"],
+    w_up: Float[Tensor, "streams*hidden rank"] | Float8e4m3fn[Tensor, "streams*hidden rank"],
     w_inject: Float[Tensor, "gates streams*hidden"],
     *,
     eps: float,
+    down_scale: Float32[Tensor, "rank"] | None = None,
+    up_scale: Float32[Tensor, "streams*hidden"] | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "tokens hidden"], Float32[Tensor, "tokens gates"]]:
     """The input of a sublayer from the residual streams, and the gates with which its output will be injected.
 
-    `x`, `norm_weight`, `w_down`, `w_up`, `w_inject`, `eps`: see the module; all weights have the dtype of `x`. With
+    `x`, `norm_weight`, `w_down`, `w_up`, `w_inject`, `eps`: see the module. With
     n = x · rsqrt(mean(x²) + eps) · (1 + norm_weight), the mean taken over each stream by itself, and n flattened
     stream by stream for the projections:
 
@@ -82,8 +91,8 @@ def residual_mix(
             [_rms_norm(x[token, stream], norm_weight[stream], eps) for stream in range(streams)]
         )  # [streams hidden]
         flat = normalised.flatten()
-        low = torch.nn.functional.silu(w_down.double() @ flat / streams)
-        gate = torch.sigmoid(w_up.double() @ low).reshape(streams, hidden)
+        low = torch.nn.functional.silu(_scaled(w_down, down_scale) @ flat / streams)
+        gate = torch.sigmoid(_scaled(w_up, up_scale) @ low).reshape(streams, hidden)
         mixed[token] = (gate * normalised).mean(dim=0)
         inject[token] = 2 * torch.sigmoid(w_inject.double() @ flat / streams)
     return mixed, inject
@@ -125,8 +134,8 @@ def residual_inject(
     output_dtypes={"mixed": "x"},
     static=("streams", "hidden", "rank", "gates"),
     mutates=("x",),
-    same_dtype=(("x", "y", *_MIX_INPUTS),),
-    where=("streams >= 1", "gates in (0, streams)"),
+    same_dtype=(("x", "y"), *_MIX_DTYPES),
+    where=_MIX_RELATIONS,
     cost=lambda s: Cost(
         flops=2 * s.numel("x") + _mix_flops(s),
         nbytes=s.nbytes("x", "x", "y", "inject", *_MIX_INPUTS, "mixed", "next_inject"),
@@ -143,18 +152,20 @@ def residual_inject_mix(
     y: Float[Tensor, "tokens hidden"],
     inject: Float32[Tensor, "tokens streams"],
     norm_weight: Float[Tensor, "streams hidden"],
-    w_down: Float[Tensor, "rank streams*hidden"],
-    w_up: Float[Tensor, "streams*hidden rank"],
+    w_down: Float[Tensor, "rank streams*hidden"] | Float8e4m3fn[Tensor, "rank streams*hidden"],
+    w_up: Float[Tensor, "streams*hidden rank"] | Float8e4m3fn[Tensor, "streams*hidden rank"],
     w_inject: Float[Tensor, "gates streams*hidden"],
     *,
     eps: float,
+    down_scale: Float32[Tensor, "rank"] | None = None,
+    up_scale: Float32[Tensor, "streams*hidden"] | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Tensor, "tokens hidden"], Float32[Tensor, "tokens gates"]]:
     """`residual_inject` of one sublayer, then `residual_mix` for the next, in one pass over the streams.
 
     `x`: the raw streams, updated in place. `y`, `inject`: output and gates of the sublayer that is done.
-    `norm_weight`, `w_down`, `w_up`, `w_inject`, `eps`: those of the next one; weights have the dtype of `x`.
+    `norm_weight`, `w_down`, `w_up`, `w_inject`, `eps`: those of the next one, as in `residual_mix`.
 
     Returns `mixed` and the gates of the next injection, as `residual_mix` does. Raises `ArgumentError` for arguments
     that do not fit, as `residual_mix` does.
@@ -162,14 +173,15 @@ def residual_inject_mix(
     Source: gated residual of the Qwen3.8-Flash-Next reference implementation.
     """
     residual_inject.contract.reference(x, y, inject)
-    mixed, next_inject = _mix(x, norm_weight, w_down, w_up, w_inject, eps=eps)
-    return mixed, next_inject
-
-
-def _mix(*args: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    result = residual_mix.contract.reference(*args, eps=eps)
+    result = residual_mix.contract.reference(
+        x, norm_weight, w_down, w_up, w_inject, eps=eps, down_scale=down_scale, up_scale=up_scale
+    )
     assert isinstance(result, tuple)
     return result
+
+
+def _scaled(weight: Tensor, scale: Tensor | None) -> Tensor:
+    return weight.double() if scale is None else weight.double() * scale.double()[:, None]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

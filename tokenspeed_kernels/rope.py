@@ -39,10 +39,13 @@ def rope(
     """Rotates pairs among the first 2·half dims of every head by position · inv_freq; the other dims are copied.
 
     `x`: queries or keys; may be strided but for the last dim. `positions`: 0-based position of each token.
-    `inv_freq`: radians a token, one a pair.
+    `inv_freq`: radians a token, one a pair. How they come about is the model's affair: plain RoPE has θ^(−i / half) for
+    pair i, YaRN blends these with the same divided by its scaling factor.
     `style`: pair i is dims (i, i + half) in "neox" style and dims (2i, 2i + 1) in "interleaved" style, where a rotated
-    pair stays in its place.
-    `factor`: multiplies cosine and sine (YaRN's attention factor; 1 for plain RoPE).
+    pair stays in its place. Implementations that move the first of all pairs before the second ones give q·k the same
+    value, as long as they do so to both; cached keys of the two must not be mixed.
+    `factor`: multiplies cosine and sine (YaRN's attention factor; 1 for plain RoPE). YaRN's other factor, that of the
+    softmax, is no part of this op.
 
     The angle is a float32 product; cosine and sine, times `factor`, are rounded to x's dtype, in which models store
     them; the rotation itself is in float32 with one rounding. Returns the dtype of `x`. Raises `ArgumentError` for

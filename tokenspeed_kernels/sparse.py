@@ -212,14 +212,13 @@ def topk_blocks(
 
 
 def _sparse_attention_cost(s: Signature) -> Cost:
-    """Every token may attend to `top_k` blocks and a tail, but no cached row need be read twice."""
+    """No cached row is read twice. Where nobody counted, every token attends to `top_k` blocks and a longest tail."""
     keys = min(s["top_k"] * s["ratio"] + s["ratio"] - 1, s["max_pages"] * s["page"])
-    rows = min(s["tokens"] * keys, s["seqs"] * s["max_pages"] * s["page"], s["pages"] * s["page"])
+    pairs = s.count("pairs", s["tokens"] * keys)
+    rows = s.count("cached_tokens", min(pairs, s["seqs"] * s["max_pages"] * s["page"], s["pages"] * s["page"]))
     return Cost(
-        flops=s.numel("q") * keys * 4,
-        nbytes=s.nbytes(
-            "q", "attended", "lse", "blocks", "page_table", "cu_seqlens", "seq_lens", "k_scale", "v_scale"
-        )
+        flops=4 * pairs * s["heads"] * s["dim"],
+        nbytes=s.nbytes("q", "attended", "lse", "blocks", "page_table", "cu_seqlens", "seq_lens", "k_scale", "v_scale")
         + 2 * rows * s["kv_heads"] * s["dim"] * s.dtype("k_cache").itemsize,
     )
 

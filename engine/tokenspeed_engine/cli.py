@@ -1,4 +1,4 @@
-"""`tokenspeed-engine`: generate from a model folder, or show the small model that ships with the engine.
+"""`tokenspeed-engine`: generate from a model folder, serve it, or show the small model that ships with the engine.
 
 Exit codes: 0 done; 1 the request failed; 2 bad usage or a folder that cannot be served (one line on stderr).
 """
@@ -95,6 +95,29 @@ def demo(
         milliseconds, share = f"{row['seconds'] * 1e3:.1f}", f"{row['seconds'] / total:.0%}"
         table.add_row(row["op"], row["kernel"], str(row["calls"]), milliseconds, share)
     Console().print(table)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; the embedded model unless given.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; else the folder's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineOptions.max_batch,
+    max_step_tokens: Annotated[int, typer.Option(help="Tokens one step runs.")] = EngineOptions.max_step_tokens,
+    max_context: Annotated[int | None, typer.Option(help="Tokens of one request; else the model's limit.")] = None,
+    drain_seconds: Annotated[int, typer.Option(min=0, help="Time to finish requests after SIGTERM.")] = 30,
+) -> None:
+    """Serve OpenAI's HTTP API: /v1/models, /v1/completions, /v1/chat/completions; /health and /metrics."""
+    try:
+        from tokenspeed_engine.server import run
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
+            raise
+        _refuse(f"serve needs {error.name}: pip install 'tokenspeed-kernels[server]'")
+    options = EngineOptions(dtype=dtype, max_batch=max_batch, max_step_tokens=max_step_tokens, max_context=max_context)
+    run.serve(model, options, host, port, served_model_name, drain_seconds)
 
 
 def main() -> None:

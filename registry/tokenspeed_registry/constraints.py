@@ -44,7 +44,7 @@ class Constraint:
             case "host" | "contiguous" | "alignment":
                 return self._layout(signature)
             case _:
-                if not signature.shapes:
+                if not signature.shapes and not signature.given(self.name):
                     raise UnknownDimError(self.name)
                 return signature.given(self.name)
 

@@ -2,19 +2,26 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from tokenspeed_registry.platform import Platform
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`flops` counts multiplies and adds apart; `nbytes` counts each input read once and each output written once."""
+    """`flops` counts multiplies and adds apart; `nbytes` counts each input read once and each output written once.
+
+    `rate`: the narrowest dtype that the op's products may be taken in, which says what matrix rate applies: that of
+    the inputs where both are narrow, bfloat16 for all wider ones.
+    """
 
     flops: float
     nbytes: float
+    rate: torch.dtype = torch.bfloat16
 
     def seconds(self, platform: Platform) -> float:
         """The roofline floor on `platform`: the larger of the two times, 0.0 where the table has no rates for it."""
-        limits = platform.limits
-        if not limits.hbm_bandwidth or not limits.bf16_rate:
+        bandwidth, rate = platform.limits.hbm_bandwidth, platform.limits.matrix_rate(self.rate)
+        if not bandwidth or not rate:
             return 0.0
-        return max(self.nbytes / limits.hbm_bandwidth, self.flops / limits.bf16_rate)
+        return max(self.nbytes / bandwidth, self.flops / rate)

@@ -40,6 +40,7 @@ from tokenspeed_registry.guard import guard_parameters
 from tokenspeed_registry.parameters import ScalarParameter, TensorParameter, is_name, offset_of
 
 _IDENTIFIER = re.compile(r"[a-z_]\w*")
+_DTYPE = re.compile(r"\b\w+\.dtype(\.\w+)*")
 
 
 def generate(contract: Contract) -> str:
@@ -173,10 +174,10 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
         if binding:
             statements += [f"if {tensor.name} is not None:", *(f"    {line}" for line in binding)]
         checks += [f"({tensor.name} is None or {c})" for c in conditions + _layout_and_device(contract, tensor)]
-    # A relation of static dims alone was checked before its key entered the table.
+    # A relation of static dims, flags and dtypes alone was checked before its key entered the table.
     fixed = {*contract.static, *(flag.name for flag in contract.flags)}
     for relation in contract.where:
-        names = set(_IDENTIFIER.findall(relation)) - set(keyword.kwlist)
+        names = set(_IDENTIFIER.findall(_DTYPE.sub("", relation))) - set(keyword.kwlist)
         if not names <= fixed:
             absent = "".join(f"{_local(dim)} is None or " for dim in uncertain if dim in names)
             checks.append(f"({absent}({_expression(relation, contract)}))")
@@ -267,7 +268,7 @@ def _content(contract: Contract) -> list[str]:
         dims = ", ".join(f'"{dim}": {_local(dim)}' for dim in check.needs)
         sizes = "*".join(f"({_expression(expr, contract)})" for expr in tensor.dims) or "1"
         readable = "True" if name in contract.host else "_on_cpu"
-        condition = f"{readable} and {sizes} <= {SHORT} or _settings.debug"
+        condition = f"{readable} and {sizes} <= {SHORT} or _registry.debug"
         lines += [
             f"    if {f'{name} is not None and ({condition})' if tensor.optional else condition}:",
             f"        _V{index}.verify({contract.name!r}, {name}, {{{dims}}})",

@@ -19,7 +19,7 @@ from tokenspeed_registry.library import define
 from tokenspeed_registry.platform import platform_of
 from tokenspeed_registry.reference import copy_as_promised
 from tokenspeed_registry.scope import current_scope, recording
-from tokenspeed_registry.selection import Candidate, candidates, choose
+from tokenspeed_registry.selection import Candidate, candidates, capturing, choose
 from tokenspeed_registry.validation import check_out, signature_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Dispatcher:
         self._registry = registry
         self._lock = threading.Lock()
         self._warned = False
-        self._environment = {"dispatcher": self, "scope": current_scope, "settings": registry.settings}
+        self._environment = {"dispatcher": self, "scope": current_scope, "registry": registry}
         library_op = define(registry.namespace, contract, lambda *args, **kwargs: self.eager(*args, **kwargs))
         tracing = {"is_compiling": torch.compiler.is_compiling, "copy_into": copy_as_promised, "library_op": library_op}
         self.source = generate(contract)
@@ -75,18 +75,25 @@ class Dispatcher:
         """The slow path: a key not seen before, an explicit choice, or a trace."""
         scope = current_scope.get()
         table, resolved = self.table, self._resolved  # a choice made for these must not enter those that replace them
-        choice = backend or (scope and scope.choice(self.contract.name)) or self._configured()
+        choice = backend
+        if choice is None and scope is not None:
+            choice = scope.choice(self.contract.name)
+        if choice is None:
+            choice = self._configured()
         platform = scope and scope.platform
         chosen = resolved.get((key, choice, platform))
         if chosen is None:
             chosen = self.select(args, choice)
             if key is not None:
-                resolved[key, choice, platform] = chosen
-                if choice is None and platform is None:
-                    table[key] = chosen.function
+                # What only a capture decided, or a capture must decide anew, stays on this path.
+                device = args[self._first].device
+                if not capturing(device) and (chosen.graph_capturable or device.type != "cuda"):
+                    resolved[key, choice, platform] = chosen
+                    if choice is None and platform is None:
+                        table[key] = chosen.function
         if scope is None:
             return chosen.function
-        return recording(scope, self.contract.name, chosen.name, chosen.backend, chosen.function)
+        return recording(scope, self.contract, chosen)
 
     def select(self, args: tuple[Any, ...], choice: str | None) -> Kernel:
         """The kernel for a call's arguments. Raises `NoKernelError` or `UnknownNameError`."""
@@ -98,11 +105,15 @@ class Dispatcher:
         device = args[self._first].device
         scope = current_scope.get()
         platform = (scope and scope.platform) or platform_of(device)
-        refused = dict(self._registry.unusable)
+        registry, contract = self._registry, self.contract
+        in_capture = capturing(device)
+        refused = self_check.failures(registry, contract, self.kernels, platform, signature) | registry.unusable
+        if in_capture:
+            refused |= {k.name: "cannot be captured in a CUDA graph" for k in self.kernels if not k.graph_capturable}
         while True:
-            found = candidates(self.kernels, platform, signature, self._registry.evidence, refused)
-            chosen = choose(self.contract.name, found, choice)
-            reason = self_check.run(self._registry, self.contract, chosen, platform, device)
+            found = candidates(contract, self.kernels, platform, signature, registry.evidence, refused)
+            chosen = choose(contract.name, found, choice)
+            reason = self_check.run(registry, contract, chosen, platform, device, signature, in_capture)
             if reason is None:
                 break
             refused[chosen.kernel.name] = reason

@@ -29,7 +29,8 @@ def build_guard(contract: Contract, kernels: Iterable[Kernel]) -> Guard | None:
     # Only kernels with a compiler are ever timed, and a time decides only where there is a choice.
     if len(chosen) > 1 and any(kernel.compiler is not None for kernel in chosen):
         dynamic = sorted(contract.dims - set(contract.static))
-        answers += [f"0 if d_{dim} is None else d_{dim}.bit_length()" for dim in dynamic]
+        # One below zero is a mark, not a size.
+        answers += [f"d_{dim} if d_{dim} is None or d_{dim} < 0 else d_{dim}.bit_length()" for dim in dynamic]
     if not answers:
         return None
     tensors, dims = guard_parameters(contract)

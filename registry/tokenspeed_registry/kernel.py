@@ -9,12 +9,11 @@ arguments that meet the contract and its constraints and checks nothing. Decorat
 that lists the module does.
 """
 
-import hashlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from tokenspeed_registry.contract import Contract, Op
 from tokenspeed_registry.errors import RegistrationError, UnknownNameError
 from tokenspeed_registry.platform import PLATFORMS, Platform, known_platform
 from tokenspeed_registry.signature import Signature
+from tokenspeed_registry.source_hash import source_file, source_hash
 
 
 class Priority(IntEnum):
@@ -96,7 +96,8 @@ class Kernel:
     """A way to compute an op. `name` is unique in a registry; not `graph_capturable` excludes CUDA graphs.
 
     `compiler` names what turns the source into machine code ("triton", "cute", "nvrtc", "hiprtc"), None for kernels
-    that only call torch: those run wherever torch does and need no evidence of their own.
+    that only call torch: those run wherever torch does and need no evidence of their own. `sources` names files, beside
+    the one that defines `function` and what that imports of its package, of which the kernel is made.
     """
 
     name: str
@@ -108,7 +109,12 @@ class Kernel:
     priority: int = Priority.EAGER
     compiler: str | None = None
     graph_capturable: bool = True
-    source_hash: str = field(default="", repr=False)
+    sources: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def source_hash(self) -> str:
+        """What evidence of this kernel is kept under; see `tokenspeed_registry.source_hash`."""
+        return source_hash(self.function, self.sources)
 
     def refusals(self, platform: Platform, signature: Signature) -> tuple[bool | None, list[str]]:
         """Whether the kernel takes such a call (None: depends on what is not given), and the reasons if not True."""
@@ -132,11 +138,13 @@ def kernel(
     priority: int = Priority.EAGER,
     compiler: str | None = None,
     graph_capturable: bool = True,
+    sources: Iterable[str] = (),
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declares the decorated function as a kernel of `op`. `name` defaults to `backend.op`.
 
-    `dtypes` limits tensor parameters, `constraints` dims and flags. Raises `RegistrationError` for a function whose
-    parameters are not the op's, and for limits on names that the contract does not have.
+    `dtypes` limits tensor parameters, `constraints` dims and flags. `sources` are files that the kernel is made of but
+    does not import, relative to its own: `("csrc/decode.cu",)`. Raises `RegistrationError` for a function whose
+    parameters are not the op's, for limits on names that the contract does not have, and for absent source files.
     """
     contract = op.contract
     limits = [Dtype(role).in_(*allowed) for role, allowed in (dtypes or {}).items()]
@@ -146,6 +154,8 @@ def kernel(
         full_name = name or f"{backend}.{contract.name}"
         _check_parameters(contract, function, full_name)
         _check_limits(contract, limits, full_name)
+        files = tuple(sources)
+        _check_sources(function, files, full_name)
         return Kernel(
             name=full_name,
             op=contract.name,
@@ -156,7 +166,7 @@ def kernel(
             priority=priority,
             compiler=compiler,
             graph_capturable=graph_capturable,
-            source_hash=_hash_source(function),
+            sources=files,
         )
 
     return declare
@@ -185,9 +195,8 @@ def _check_limits(contract: Contract, limits: Iterable[Constraint], name: str) -
             raise RegistrationError(f"kernel {name}: {contract.name} has no {limit.kind} {limit.name!r}")
 
 
-def _hash_source(function: Callable[..., Any]) -> str:
-    """Hash of the file that defines the kernel: a kernel may call any helper in it."""
-    path = inspect.getsourcefile(function)
-    if path is None or not Path(path).exists():
-        return ""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+def _check_sources(function: Callable[..., Any], sources: Iterable[str], name: str) -> None:
+    file = source_file(function) if sources else None
+    for source in sources:
+        if file is None or not (file.parent / source).is_file():
+            raise RegistrationError(f"kernel {name}: no source file {source!r} beside {file}")

@@ -3,7 +3,6 @@
 Nothing is probed at import: `platform_of(device)` asks torch the first time a tensor of that device is dispatched.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,8 +16,8 @@ from tokenspeed_registry.errors import UnknownNameError
 class Limits:
     """Per-chip limits that kernels are planned against; zero where the notion does not apply.
 
-    Units: bytes for memories, bytes/s for `hbm_bandwidth`, FLOP/s (dense) for `bf16_rate`. Vendor data sheets, except
-    that the CPU has none: measure it.
+    Units: bytes for memories, bytes/s for `hbm_bandwidth`, FLOP/s (dense) for the matrix rates. Vendor data sheets,
+    except that the CPU has none: measure it.
     """
 
     warp_size: int = 0
@@ -28,6 +27,17 @@ class Limits:
     l2_cache: int = 0
     hbm_bandwidth: float = 0.0
     bf16_rate: float = 0.0
+    fp8_rate: float = 0.0
+    fp4_rate: float = 0.0
+
+    def matrix_rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of the matrix units for products of `dtype`; a chip that lacks it takes the next wider one it has."""
+        rates = [self.bf16_rate]
+        if dtype.itemsize == 1:
+            rates.append(self.fp8_rate)
+        if dtype == torch.float4_e2m1fn_x2:
+            rates.append(self.fp4_rate)
+        return next((rate for rate in reversed(rates) if rate), 0.0)
 
 
 @dataclass(frozen=True)
@@ -52,25 +62,25 @@ PLATFORMS: Mapping[str, Platform] = {
             "nvidia",
             "sm_90a",
             frozenset({"tma", "wgmma", "clusters", "programmatic_launch", "fp8"}),
-            Limits(32, 132, 227 * _KB, 255, 60 * _MB, 4.8e12, 989e12),
+            Limits(32, 132, 227 * _KB, 255, 60 * _MB, 4.8e12, 989e12, 1979e12),
         ),
         Platform(
             "nvidia",
             "sm_100a",
             frozenset({"tma", "tcgen05", "tensor_memory", "clusters", "programmatic_launch", "fp8", "nvfp4"}),
-            Limits(32, 148, 227 * _KB, 255, 126 * _MB, 8.0e12, 2250e12),
+            Limits(32, 148, 227 * _KB, 255, 126 * _MB, 8.0e12, 2250e12, 4500e12, 9000e12),
         ),
         Platform(
             "nvidia",
             "sm_103a",
             frozenset({"tma", "tcgen05", "tensor_memory", "clusters", "programmatic_launch", "fp8", "nvfp4"}),
-            Limits(32, 160, 227 * _KB, 255, 126 * _MB, 8.0e12, 2500e12),
+            Limits(32, 160, 227 * _KB, 255, 126 * _MB, 8.0e12, 2500e12, 5000e12, 15000e12),
         ),
         Platform(
             "amd",
             "gfx950",
             frozenset({"mfma", "mfma_scaled", "direct_to_lds", "fp8", "mxfp4"}),
-            Limits(64, 256, 160 * _KB, 512, 256 * _MB, 8.0e12, 2300e12),
+            Limits(64, 256, 160 * _KB, 512, 256 * _MB, 8.0e12, 2516e12, 5033e12, 10066e12),
         ),
     )
 }
@@ -87,10 +97,20 @@ def known_platform(arch: str) -> Platform:
 def platform_of(device: torch.device) -> Platform:
     """The platform that serves tensors on `device`.
 
-    `TOKENSPEED_KERNELS_ARCH` overrides what an accelerator says of itself. One that the table does not know gets its
+    The configuration's `arch` overrides what an accelerator says of itself. One that the table does not know gets its
     own arch name and no features, so that portable kernels still run and vendor kernels say why they do not.
     """
     return _detect(device.type, device.index)
+
+
+def assume_arch(arch: str | None) -> None:
+    """Take accelerators for `arch` from now on, in all threads; None: for what they say they are."""
+    global _assumed
+    _assumed = arch
+    _detect.cache_clear()
+
+
+_assumed: str | None = None
 
 
 @cache
@@ -105,7 +125,7 @@ def _detect(device_type: str, index: int | None) -> Platform:
         # From Hopper on an arch has features of its own, which the suffix "a" stands for.
         suffix = "a" if properties.major >= 9 else ""
         arch, vendor = f"sm_{properties.major}{properties.minor}{suffix}", "nvidia"
-    arch = os.environ.get("TOKENSPEED_KERNELS_ARCH", arch)
+    arch = _assumed or arch
     known = PLATFORMS.get(arch, Platform(vendor, arch))
     return Platform(known.vendor, arch, known.features, known.limits, properties.name)
 

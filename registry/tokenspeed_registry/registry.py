@@ -1,17 +1,20 @@
 """The registry: ops and kernels by name, plugins loaded on first dispatch, one dispatcher an op."""
 
 import difflib
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tokenspeed_registry import self_check
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.dispatcher import Dispatcher
 from tokenspeed_registry.errors import RegistrationError, UnknownNameError
-from tokenspeed_registry.evidence import EvidenceStore, Record
+from tokenspeed_registry.evidence import EvidenceStore
 from tokenspeed_registry.kernel import Kernel
-from tokenspeed_registry.platform import Platform, present_platform
+from tokenspeed_registry.platform import Platform, assume_arch, present_platform
 from tokenspeed_registry.plugins import PluginStatus, find_plugins, load_kernels
+from tokenspeed_registry.record import Record
 from tokenspeed_registry.reference import as_kernel
 from tokenspeed_registry.scope import check_op_name, declared_ops
 from tokenspeed_registry.selection import Candidate, candidates
@@ -27,13 +30,27 @@ class Registry:
 
     def __init__(self, namespace: str, settings: Settings | None = None, plugins: bool = True) -> None:
         self.namespace = namespace
-        self.settings = settings if settings is not None else read_settings()
-        self.evidence = EvidenceStore([self.settings.cache / "evidence"])
+        self._given = settings
+        self.debug = settings is not None and settings.debug
         self._dispatchers: dict[str, Dispatcher] = {}
         self._kernels: dict[str, Kernel] = {}
         self.unusable: dict[str, str] = {}
         self._plugins: list[PluginStatus] | None = None if plugins else []
         self._lock = threading.RLock()
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """Read at the first dispatch, not at import. Raises `TokenspeedError` for what cannot be used."""
+        settings = self._given if self._given is not None else read_settings()
+        self.debug = settings.debug
+        if settings.arch is not None:
+            assume_arch(settings.arch)
+        return settings
+
+    @functools.cached_property
+    def evidence(self) -> EvidenceStore:
+        """What is known of kernels: of each plugin, and of the user."""
+        return EvidenceStore([self.settings.cache / "evidence"])
 
     def add_op(self, contract: Contract) -> Dispatcher:
         """Registers an op and its reference. Raises `RegistrationError` where the name is taken."""
@@ -110,7 +127,7 @@ class Registry:
                     self._add_from(status, kernel)
 
     def record(self, record: Record) -> None:
-        """Keeps what was found out of a kernel, in the user's evidence; later calls select by it."""
+        """Adds what was found out of a kernel to the user's evidence; later calls select by it."""
         self.evidence.record(record)
         for dispatcher in list(self._dispatchers.values()):
             dispatcher.forget()
@@ -120,12 +137,14 @@ class Registry:
 
         On a platform other than the one present, whether a plugin is usable here does not count.
         """
-        self.dispatcher(op)
+        contract = self.contract(op)
         kernels = self.kernels(op)
         here = present_platform()
         platform = platform or here
-        reasons = self.unusable if platform.arch == here.arch else {}
-        return candidates(kernels, platform, signature or Signature(), self.evidence, reasons)
+        signature = signature or Signature()
+        reasons = self_check.failures(self, contract, kernels, platform, signature)
+        reasons |= self.unusable if platform.arch == here.arch else {}
+        return candidates(contract, kernels, platform, signature, self.evidence, reasons)
 
     def _add_from(self, status: PluginStatus, kernel: Kernel) -> None:
         try:

@@ -2,11 +2,12 @@
 
 with use("torch"): ...                    every op by this backend, or an error that says why it cannot
 with use(mla_decode="cuda.mla_decode"): ...
-with trace() as calls: ...                what really ran: [Call(op, kernel, backend, seconds), ...]
+with trace() as calls: ...                what really ran: [Call(op, kernel, backend, ...), ...]
 with override_platform(platform): ...     select as if every device were of this platform
 """
 
 import difflib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,18 +17,61 @@ from typing import Any
 
 import torch
 
+from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.errors import UnknownNameError
+from tokenspeed_registry.kernel import Kernel
 from tokenspeed_registry.platform import Platform
+from tokenspeed_registry.signature import Signature
+from tokenspeed_registry.validation import signature_of
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a trace keeps of a tensor: enough for a signature, and no memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_cpu: bool
+
+    def like(self, device: str) -> torch.Tensor:
+        """A tensor of this outline, its contents arbitrary."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One dispatched call. `seconds` is None unless the trace is timed."""
+    """One dispatched call. `seconds` is None unless the trace is timed.
+
+    Two calls are equal if the same kernel served the same op in the same time, whatever their arguments.
+    """
 
     op: str
     kernel: str
     backend: str
     seconds: float | None = None
+    contract: Contract | None = field(default=None, compare=False, repr=False)
+    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """Dims, dtypes, flags and layouts of the call, for warm-up, tuning and reports.
+
+        Made when asked for, so that tracing is cheap. Where tensors start is not kept: alignments are those of strides.
+        """
+        assert self.contract is not None, "only a traced call has a signature"
+        host = self.contract.host
+        arguments = {
+            name: value.like("cpu" if name in host else "meta") if isinstance(value, Outline) else value
+            for name, value in self.arguments.items()
+        }
+        signature = signature_of(self.contract, arguments)
+        accelerated = not self.arguments[self.contract.tensors[0].name].is_cpu
+        layouts = {
+            name: replace(layout, on_host=accelerated and self.arguments[name].is_cpu)
+            for name, layout in signature.layouts.items()
+        }
+        return replace(signature, layouts=layouts)
 
 
 @dataclass(frozen=True)
@@ -89,11 +133,12 @@ def check_op_name(name: str) -> None:
         raise UnknownNameError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
 
 
-def recording(scope: Scope, op: str, kernel: str, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, adding a `Call` to the scope's list each time it returns while that list is being recorded."""
-    calls = scope.calls
+def recording(scope: Scope, contract: Contract, kernel: Kernel) -> Callable[..., Any]:
+    """The kernel's function, adding a `Call` to the scope's list each time it returns while that list is recorded."""
+    calls, function = scope.calls, kernel.function
     if calls is None:
         return function
+    names = [parameter.name for parameter in contract.parameters]
 
     def record(*args: Any, **kwargs: Any) -> Any:
         current = current_scope.get()
@@ -105,10 +150,16 @@ def recording(scope: Scope, op: str, kernel: str, backend: str, function: Callab
         if scope.timed:
             _wait_for((*args, *kwargs.values()))
             seconds = time.perf_counter() - started
-        calls.append(Call(op, kernel, backend, seconds))
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {name: _outline(given[name]) for name in names}
+        calls.append(Call(contract.name, kernel.name, kernel.backend, seconds, contract, arguments))
         return result
 
     return record
+
+
+def _outline(value: Any) -> Any:
+    return Outline(value.shape, value.stride(), value.dtype, value.is_cpu) if isinstance(value, torch.Tensor) else value
 
 
 def _current() -> Scope:

@@ -1,18 +1,42 @@
-"""Which kernel serves a call, and why: an explicit choice, else measured time, else priority band, else name.
+"""Which kernel serves a call, and why. Nothing is silent: every candidate carries whether it was accepted (None: it
+depends on a dim that was not given), the reasons if not, and what is known of it on that arch.
 
-Nothing is silent: every candidate carries whether it was accepted (None: it depends on a dim that was not given), the
-reasons if not, and what is known of it on that arch.
+An explicit choice decides alone. Else candidates are ordered by, in this order:
+
+| criterion | what goes first                                                                                    |
+|-----------|----------------------------------------------------------------------------------------------------|
+| verdict   | accepted, then depends, then refused                                                               |
+| band      | the higher priority; one that is timed stands no lower than any that was measured no faster        |
+| time      | within a band: the timed ones, fastest first, then those without a time                            |
+| name      | alphabetical                                                                                       |
+
+A time moves a kernel past others with a time, whatever their bands, and past others without one only where those are
+of a lower band than a kernel that it beats. Each criterion is a number or a name of the candidate's own, given the
+times of all, so the order is total and has no cycles; a comparison of pairs, by time where both have one and by band
+elsewhere, would have them.
+
+A time counts for a call of the same static dims, dtypes and flags whose work, by the op's cost model, is within
+`REACH` octaves of the timed call's; the nearest one speaks. Dispatch remembers a choice for all calls whose dynamic
+dims share their bit lengths, so times are looked up at that bucket's representative size, not at the first caller's.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.errors import NoKernelError, UnknownNameError
-from tokenspeed_registry.evidence import EvidenceStore, Level
+from tokenspeed_registry.evidence import EvidenceStore
 from tokenspeed_registry.kernel import Kernel
 from tokenspeed_registry.platform import Platform
-from tokenspeed_registry.signature import Signature
+from tokenspeed_registry.record import Level, Timing
+from tokenspeed_registry.signature import Signature, UnknownDimError
+from tokenspeed_registry.variant import completed, variant_of, with_dims
+
+REACH = 2.0
+"""Octaves, of FLOPs or of bytes, past which a time says nothing of a call."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +60,43 @@ class Candidate:
 
 
 def candidates(
+    contract: Contract,
     kernels: Iterable[Kernel],
     platform: Platform,
     signature: Signature,
     evidence: EvidenceStore,
-    unusable: dict[str, str] | None = None,
+    unusable: Mapping[str, str] | None = None,
 ) -> list[Candidate]:
-    """All kernels of an op, best first. `unusable` maps kernel names to why their plugin cannot run here."""
+    """All kernels of an op, best first. `unusable` maps kernel names to why they cannot serve here or now."""
+    fixed = {*contract.static, *(flag.name for flag in contract.flags)}
+    call = completed(contract, representative(signature, fixed))
     found = []
     for kernel in kernels:
         accepted, reasons = kernel.refusals(platform, signature)
         if unusable and kernel.name in unusable:
             accepted, reasons = False, [unusable[kernel.name], *(reasons if accepted is False else [])]
-        level = evidence.level(kernel, platform.arch)
-        time = _nearest_time(kernel, platform, signature, evidence) if level is Level.MEASURED else None
+        record = evidence.counting(kernel, platform.arch)
+        timings = record.timings if record.level is Level.MEASURED else ()
+        time = nearest_time(contract, call, timings) if call is not None else None
         description = evidence.describe(kernel, platform.arch)
-        found.append(Candidate(kernel, accepted, tuple(reasons), description, level, time))
-    return sorted(found, key=_rank)
+        found.append(Candidate(kernel, accepted, tuple(reasons), description, record.level, time))
+    return ordered(found)
+
+
+def ordered(found: Sequence[Candidate]) -> list[Candidate]:
+    """Best first, by the table above."""
+    times = [(c.microseconds, c.kernel.priority) for c in found if c.accepted and c.microseconds is not None]
+
+    def rank(candidate: Candidate) -> tuple[int, int, float, str]:
+        verdict = {True: 0, None: 1, False: 2}[candidate.accepted]
+        time = candidate.microseconds if candidate.accepted else None
+        band = candidate.kernel.priority
+        if time is None:
+            return verdict, -band, math.inf, candidate.kernel.name
+        band = max(priority for other, priority in times if other >= time)
+        return verdict, -band, time, candidate.kernel.name
+
+    return sorted(found, key=rank)
 
 
 def choose(op: str, found: Sequence[Candidate], choice: str | None) -> Candidate:
@@ -74,26 +118,43 @@ def choose(op: str, found: Sequence[Candidate], choice: str | None) -> Candidate
     raise NoKernelError(f"{op}: {asked}", [candidate.line() for candidate in found])
 
 
-def _rank(candidate: Candidate) -> tuple[int, bool, float, int, str]:
-    """Accepted first; among them those with a measured time, fastest first; then by band; then by name."""
-    verdict = {True: 0, None: 1, False: 2}[candidate.accepted]
-    timed = candidate.microseconds is not None
-    return verdict, not timed, candidate.microseconds or 0.0, -candidate.kernel.priority, candidate.kernel.name
+def representative(signature: Signature, static_dims: Collection[str]) -> Signature:
+    """`signature` with each dim but the static ones at the smallest size of its bit length, 2 ** (bits - 1).
+
+    0 stays 0. Integer scalars are dims too; one below zero is a mark, not a size (a window of -1), and stays.
+    """
+
+    def size(dim: str, value: int) -> int:
+        return value if dim in static_dims or value <= 0 else 1 << (value.bit_length() - 1)
+
+    return with_dims(signature, {dim: size(dim, value) for dim, value in signature.dims.items()})
 
 
-def _nearest_time(kernel: Kernel, platform: Platform, signature: Signature, evidence: EvidenceStore) -> float | None:
-    """The time recorded for the nearest shape, in log space over the dims that both know."""
-    record = evidence.find(kernel, platform.arch)
-    if record is None or not record.timings:
+def nearest_time(contract: Contract, call: Signature, timings: Iterable[Timing]) -> float | None:
+    """Microseconds of the timing that counts for `call` and is nearest to it; None where none counts."""
+    variant = variant_of(contract, call)
+    alike = [timing for timing in timings if timing.variant(contract) == variant]
+    if not alike:
+        return None
+    try:
+        here = _work(contract, call)
+    except UnknownDimError:
         return None
 
-    def distance(dims: Sequence[tuple[str, int]]) -> float:
-        pairs = [(size, signature.dims[dim]) for dim, size in dims if dim in signature.dims]
-        return sum((_log(size) - _log(here)) ** 2 for size, here in pairs)
+    def octaves(timing: Timing) -> float:
+        there = _work(contract, with_dims(call, timing.dims))
+        return max(abs(a - b) for a, b in zip(here, there, strict=True))
 
-    return min(record.timings, key=lambda timing: distance(list(timing.dims.items()))).microseconds
+    distance, nearest = min(((octaves(timing), timing) for timing in alike), key=lambda pair: pair[0])
+    return nearest.microseconds if distance <= REACH else None
 
 
-def _log(size: int) -> float:
-    """Of sizes that may be zero, and of scalars that may be negative (a window of -1)."""
-    return math.log2(max(size, 0) + 1)
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _work(contract: Contract, call: Signature) -> tuple[float, float]:
+    """FLOPs and bytes, as powers of two. An op on nothing has none of either."""
+    cost = contract.cost(call)
+    return math.log2(max(cost.flops, 1)), math.log2(max(cost.nbytes, 1))

@@ -23,8 +23,10 @@ class UnknownDimError(LookupError):
 class Signature:
     """Dims by name, tensor dtypes and shapes by role (parameter or output name), and scalar arguments by name.
 
-    `shapes` lists the dim expressions of each role present, from which `nbytes` counts; `layouts` says how the call's
-    tensors lie in memory.
+    `shapes` lists the dim expressions of each role present, from which `nbytes` counts; a signature without shapes is
+    partial. `layouts` says how the call's tensors lie in memory. `present` names optional tensors that a partial
+    signature knows to be there, whatever their dtype. `counts` holds what the contents of index tensors decide and no
+    shape says, for example how many experts a call hits.
     """
 
     dims: Mapping[str, int] = field(default_factory=dict)
@@ -32,6 +34,8 @@ class Signature:
     flags: Mapping[str, Flag] = field(default_factory=dict)
     shapes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    present: frozenset[str] = frozenset()
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, dim: str) -> int:
         try:
@@ -55,7 +59,11 @@ class Signature:
 
     def given(self, role: str) -> bool:
         """Whether an optional tensor is there."""
-        return role in self.dtypes
+        return role in self.dtypes or role in self.present
+
+    def count(self, name: str, default: float) -> float:
+        """What was counted for this very call, or what can be said without: usually the most it may be."""
+        return self.counts.get(name, default)
 
     def numel(self, role: str) -> int:
         """Elements of a parameter or output; 0 for an optional tensor that is absent."""

@@ -18,7 +18,7 @@ OPS = {
     *("ngram_embed", "ngram_gate", "ngram_inject", "causal_conv_prefill", "causal_conv_update"),
     *("gdn_gates", "gdn_decode", "gdn_prefill", "gated_rms_norm", "grouped_rms_norm", "rope"),
     *("kv_cache_write", "paged_attention", "sigmoid_mul", "moe_route", "moe_experts", "silu_mul"),
-    *("index_cache_write", "index_scores", "topk_blocks", "sparse_attention"),
+    *("index_cache_write", "select_blocks", "sparse_attention"),
 }
 
 
@@ -32,7 +32,7 @@ def test_every_op_runs_through_the_registry() -> None:
     with trace() as sparse:
         harness.run(decodes=[text], prefills=[(third, 1)])
     decoding = {"gdn_decode", "causal_conv_update"}
-    selecting = {"index_scores", "topk_blocks", "sparse_attention"}
+    selecting = {"select_blocks", "sparse_attention"}
     assert {call.op for call in dense} == OPS - decoding - selecting
     assert {call.op for call in sparse} == OPS - {"paged_attention"}
     assert {call.backend for call in [*dense, *sparse]} == {"torch"}

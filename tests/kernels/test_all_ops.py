@@ -10,15 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
-from tokenspeed_registry import ArgumentError, Contract, Kernel
+from tokenspeed_registry import ArgumentError, Contract, Kernel, platform_of
 from tokenspeed_registry.cases import Case, case_set
 from tokenspeed_registry.conformance import check_case, check_kernel
 from tokenspeed_registry.registry import default_registry
 from tokenspeed_registry.validation import signature_of
 
 CONTRACTS = list(default_registry.contracts.values())
-KERNELS = [kernel for kernel in default_registry.kernels() if kernel.backend == "torch"]
 CPU = torch.device("cpu")
+TORCH_KERNELS = [kernel for kernel in default_registry.kernels() if kernel.backend == "torch"]
+# A kernel for tables in host memory serves calls on an accelerator only; `verify` runs it there.
+KERNELS = [kernel for kernel in TORCH_KERNELS if kernel.requires.explain(platform_of(CPU)) is None]
 each_op = pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.name)
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
@@ -64,9 +66,13 @@ def test_registered_with_torch_library(contract: Contract) -> None:
     arguments = arguments_of(contract)
     positional = tuple(arguments[p.name] for p in contract.parameters if not p.keyword)
     keywords = {p.name: arguments[p.name] for p in contract.parameters if p.keyword}
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(getattr(value, "dtype", None) == torch.float8_e4m3fn for value in arguments.values()):
+        # It compares arguments before and after by arithmetic that float8 lacks; conformance compares their bytes.
+        checks.remove("test_schema")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own deprecations while it traces
-        results = torch.library.opcheck(overload, positional, keywords)
+        results = torch.library.opcheck(overload, positional, keywords, test_utils=checks)
     assert set(results.values()) == {"SUCCESS"}
 
 
@@ -186,7 +192,9 @@ def test_cost_and_tolerance_are_defined_for_every_case(contract: Contract) -> No
         assert cost.nbytes >= 0
         assert cost.flops >= 0
         for role in (*(output.name for output in contract.outputs), *contract.mutates):
-            assert 0 <= contract.tolerance(signature, role) < 0.1
+            # What is rounded to float8_e4m3fn may be off by a step beside a tie: an eighth.
+            limit = 0.2 if signature.dtype(role).itemsize == 1 else 0.1
+            assert 0 <= contract.tolerance(signature, role) < limit
 
 
 @each_op

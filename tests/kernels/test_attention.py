@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels.attention import kv_cache_write, paged_attention
-from tokenspeed_registry import ContentError, ShapeError
+from tokenspeed_registry import ContentError, DtypeError, ShapeError
 
 
 def ints(*values: int) -> Tensor:
@@ -115,6 +115,41 @@ def test_cache_write_stores_tokens_at_their_slots_and_skips_padding() -> None:
     wanted[2, 1, 0], wanted[1, 0, 0] = torch.tensor([3.0, 4.0]), torch.tensor([5.0, 6.0])
     assert torch.equal(caches[0], wanted)
     assert torch.equal(caches[1], wanted * 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_caches_stand_for_their_scaled_values(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    k_scale, v_scale = torch.tensor([0.05]), torch.tensor([2.0])
+    k, v = (torch.randn(4, 16, 2, 8).div(of).to(torch.float8_e4m3fn) for of in (k_scale, v_scale))
+    table, q = ints(3, 1, 0, 2).view(2, 2), torch.randn(5, 4, 8).to(dtype)
+    got = attend(q, (k, v), table, [2, 3], [20, 31], k_scale=k_scale, v_scale=v_scale)
+    wanted = attend(q.float(), (k.float() * k_scale, v.float() * v_scale), table, [2, 3], [20, 31])
+    torch.testing.assert_close(got[0].float(), wanted[0], atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(got[1], wanted[1])
+    plain = attend(q.float(), (k, v), table, [2, 3], [20, 31])
+    torch.testing.assert_close(plain, attend(q.float(), (k.float(), v.float()), table, [2, 3], [20, 31]))
+
+
+def test_fp8_cache_writes_divide_each_by_its_scale_saturate_and_keep_nan() -> None:
+    caches = torch.zeros(2, 2, 1, 4, dtype=torch.float8_e4m3fn), torch.zeros(2, 2, 1, 4, dtype=torch.float8_e4m3fn)
+    x = torch.tensor([[[1.0, 1000.0, -math.inf, math.nan]], [[9.0, 9.0, 9.0, 9.0]]])
+    scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([4.0])}
+    kv_cache_write(x, x, torch.tensor([2, -1]), *caches, **scales, backend="torch")
+    wanted = [torch.tensor([2.0, 448.0, -448.0, math.nan]), torch.tensor([0.25, 256.0, -448.0, math.nan])]
+    for cache, row in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(cache[1, 0, 0].float(), row, rtol=0, atol=0, equal_nan=True)
+        assert (cache.float()[[0, 0, 1], [0, 1, 1]] == 0).all()
+
+
+def test_caches_of_two_dtypes_and_bad_scales_are_rejected_by_name() -> None:
+    q, k, v = torch.zeros(1, 1, 8), torch.zeros(2, 4, 1, 8, dtype=torch.float8_e4m3fn), torch.zeros(2, 4, 1, 8)
+    with pytest.raises(DtypeError, match="v_cache"):
+        attend(q, (k, v), ints(0)[None], [1], [1])
+    with pytest.raises(ShapeError, match="v_scale"):
+        attend(q, (v, v), ints(0)[None], [1], [1], v_scale=torch.ones(2))
+    with pytest.raises(DtypeError, match="k_scale"):
+        kv_cache_write(q, q, torch.tensor([0]), v, v.clone(), k_scale=torch.ones(1).half())
 
 
 def test_bad_index_tensors_are_rejected_by_name() -> None:

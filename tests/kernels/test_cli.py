@@ -47,9 +47,78 @@ def test_explain_answers_for_archs_that_are_not_here(arch: str) -> None:
         assert set(candidate) == {"kernel", "backend", "accepted", "reason", "evidence"}
 
 
+def test_explain_fills_in_a_models_call() -> None:
+    """What a model's call leaves open is nothing: every candidate is accepted or refused."""
+    model = ("explain", "linear", "--arch", "sm_90a", "--model", "qwen4_exp delta rule inputs")
+    report = answer(*model)
+    assert {candidate["accepted"] for candidate in report["candidates"]} <= {True, False}
+    assert answer(*model, "--shape", "tokens=1", "--dtype", "x=bfloat16")["chosen"] == report["chosen"]
+
+
+def test_explain_takes_flags_and_optional_tensors() -> None:
+    for options in (("--flag", "normalise=False"), ("--flag", "normalise=true", "--shape", "batch=3")):
+        assert answer("explain", "gdn_decode", *options)["chosen"] == "torch.gdn_decode"
+    assert answer("explain", "linear", "--flag", "dtype=float32", "--given", "bias")["chosen"] == "torch.linear"
+    assert answer("explain", "rope", "--flag", "style=neox")["chosen"] == "torch.rope"
+
+
+def test_what_explain_is_told_reaches_the_constraints() -> None:
+    """Each option decides a limit of a kernel that is open without it."""
+    code = """
+import sys, torch, tokenspeed_kernels
+from tokenspeed_registry import Dim, Flag, Given, copy_into, kernel
+from tokenspeed_registry.registry import default_registry
+from tokenspeed_kernels.cli import main
+linear = default_registry.dispatcher("linear").function
+limits = {"flag": Flag("dtype").in_(torch.float32), "given": Given("bias").in_(True), "dim": Dim("in_features") <= 2560}
+for name, limit in limits.items():
+    @kernel(linear, backend="mine", name=name, constraints=[limit])
+    def run(x, weight, bias=None, *, dtype=None, out=None):
+        raise AssertionError
+    default_registry.add_kernel(run)
+main()
+"""
+
+    def verdicts(*options: str) -> dict[str, bool | None]:
+        command = [sys.executable, "-c", code, "explain", "linear", "--arch", "cpu", "--json", *options]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert result.returncode == 0, result.stderr
+        rows = {row["kernel"]: row["accepted"] for row in json.loads(result.stdout)["candidates"]}
+        return {name: rows[name] for name in ("flag", "given", "dim")}
+
+    assert verdicts() == {"flag": None, "given": None, "dim": None}
+    assert verdicts("--flag", "dtype=float32", "--given", "bias") == {"flag": True, "given": True, "dim": None}
+    assert verdicts("--flag", "dtype=bfloat16", "--shape", "in_features=4096")["flag"] is False
+    model = ("--model", "deepseek_v3 router")
+    assert verdicts(*model) == {"flag": True, "given": False, "dim": False}
+    assert verdicts(*model, "--given", "bias", "--shape", "in_features=64") == {"flag": True, "given": True, "dim": True}
+
+
+def test_verify_runs_kernels_whose_backend_has_not_their_plugins_name() -> None:
+    code = """
+import tokenspeed_kernels
+from tokenspeed_registry import copy_into, kernel
+from tokenspeed_registry.registry import default_registry
+from tokenspeed_kernels.cli import main
+silu_mul = default_registry.dispatcher("silu_mul").function
+(torch_kernel,) = [k for k in default_registry.kernels("silu_mul") if k.backend == "torch"]
+for name in ("fits", "cannot"):
+    @kernel(silu_mul, backend="other", name=name)
+    def run(gate_up, *, out=None):
+        return torch_kernel.function(gate_up, out=out)
+    default_registry.add_kernel(run)
+default_registry.unusable["cannot"] = "plugin mine: no such device"
+main()
+"""
+    command = [sys.executable, "-c", code, "verify", "--op", "silu_mul", "--backend", "other", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert [row["kernel"] for row in json.loads(result.stdout)] == ["fits"]
+
+
 def test_verify_reports_error_against_tolerance() -> None:
     (row,) = answer("verify", "--op", "merge_states", "--backend", "torch")
-    assert {"op", "kernel", "backend", "cases", "worst_error", "tolerance", "ok"} <= set(row)
+    assert {"op", "kernel", "backend", "cases", "unreached", "worst_error", "tolerance", "ok"} <= set(row)
     assert row["ok"] is True
     assert 0 < row["worst_error"] <= row["tolerance"]
 
@@ -66,6 +135,12 @@ def test_verify_reports_error_against_tolerance() -> None:
         ("explain", "gdn_decode", "--dtype", "q=float16", "--dtype", "k=bfloat16"),
         ("explain", "gdn_decode", "--shape", "k_heads=3", "--shape", "v_heads=4"),
         ("explain", "gdn_decode", "--arch", ""),
+        ("explain", "gdn_decode", "--flag", "normalise=maybe"),
+        ("explain", "gdn_decode", "--flag", "scale=1"),
+        ("explain", "rope", "--flag", "style=upside_down"),
+        ("explain", "linear", "--flag", "dtype=float7"),
+        ("explain", "linear", "--given", "weight"),
+        ("explain", "linear", "--model", "no such model"),
         ("verify", "--op", "no_such_op"),
         ("verify", "--backend", "nobody"),
         ("kernels", "--backend", "nobody"),

@@ -177,7 +177,7 @@ def test_an_update_of_many_tokens_is_as_many_updates(q_len: int, dilation: int) 
 class Step:
     """`q_len` tokens for each sequence, of which `accepted` turn out to count; without `q_len` a chunk of a prompt."""
 
-    accepted: tuple[int, int, int]
+    accepted: tuple[int, ...]
     q_len: int | None = None
 
     @property
@@ -190,7 +190,7 @@ def verify(*accepted: int, q_len: int = Q_LEN) -> Step:
     return Step(accepted, q_len)
 
 
-def counts(longest: int) -> st.SearchStrategy[tuple[int, int, int]]:
+def counts(longest: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.tuples(*[st.integers(0, longest)] * BATCH)
 
 
@@ -225,7 +225,7 @@ def check_schedule(schedule: list[Step], dilation: int, extra: int = 0) -> None:
                 dilation=dilation,
                 activation="none",
                 backend="torch",
-            ).split(lengths)
+            ).split_with_sizes(lengths)
         else:
             y = update(torch.stack(x), state, slots, dropped=dropped, dilation=dilation).unbind()
         for b, slot in enumerate(slots.tolist()):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_gates, gdn_prefill
-from tokenspeed_kernels.gdn_speculative import gdn_verify, gdn_verify_replay
+from tokenspeed_kernels.gdn_speculative import gdn_fold, gdn_verify, gdn_verify_replay
 from tokenspeed_registry import ContentError, ShapeError
 
 LENGTHS = [0, 1, 63, 64, 65, 127, 128, 129]
@@ -258,10 +258,10 @@ def test_slots_past_2_31_elements(op: str) -> None:
             out = gdn_verify(*x, state, slots, slots[:, None].contiguous(), scale=1.0, backend="torch")
         else:
             kept_k, kept_v, kept_g, kept_beta = (torch.empty(state.shape[0], *part.shape[1:]) for part in x[1:])
-            for kept in (0, 1):  # the second call folds what the first one kept
-                out = gdn_verify_replay(
-                    *x, state, kept_k, kept_v, kept_g, kept_beta, slots, ints(kept, kept), scale=1.0, backend="torch"
-                )
+            buffers = kept_k, kept_v, kept_g, kept_beta
+            for kept in (0, 1):  # the second call folds what the first one kept, then its own token is folded
+                out = gdn_verify_replay(*x, state, *buffers, slots, ints(kept, kept), scale=1.0, backend="torch")
+            gdn_fold(state, *buffers, slots, ints(1, 1), backend="torch")
         outputs.append(out)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(state[low.long()], state[far.long()])

@@ -1,6 +1,9 @@
 """Speculative verify of the delta rule: whatever is drafted and accepted, only the accepted tokens leave a trace."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -8,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenspeed_kernels.gdn import gdn_decode
-from tokenspeed_kernels.gdn_speculative import gdn_verify, gdn_verify_replay
+from tokenspeed_kernels.gdn import gdn_decode, gdn_prefill
+from tokenspeed_kernels.gdn_speculative import gdn_fold, gdn_verify, gdn_verify_replay
 from tokenspeed_registry import ContentError, ShapeError
 
 BATCH, Q_LEN, D = 3, 4, 8
@@ -54,7 +57,7 @@ def states(slots: int) -> Tensor:
     return torch.randn(slots, V_HEADS, D, D, generator=torch.Generator().manual_seed(9))
 
 
-def commit(inputs: Inputs, state: Tensor, accepted: list[int]) -> list[Tensor]:
+def commit(inputs: Inputs, state: Tensor, accepted: Sequence[int]) -> list[Tensor]:
     """Plain decode of exactly the accepted tokens, on `state` [batch ...]; returns each sequence's outputs."""
     outputs = []
     for i in range(max(accepted)):
@@ -107,8 +110,29 @@ class ReplayedStates:
             *inputs, self.state, k, v, g, beta, self.slots, self.kept, scale=SCALE, backend="torch"
         )
 
-    def accept(self, accepted: list[int]) -> None:
+    def accept(self, accepted: Sequence[int]) -> None:
         self.kept = torch.where(self.folded, 0, self.kept) + ints(*accepted)
+
+    def fold(self) -> None:
+        k, v, g, beta = self.buffers
+        gdn_fold(self.state, k, v, g, beta, self.slots, self.kept, backend="torch")
+        self.kept = ints(0, 0, 0)
+        for buffer in self.buffers:
+            buffer.fill_(math.nan)
+
+    def decode(self, inputs: Inputs) -> Tensor:
+        token = Inputs(*(x[:, 0].contiguous() for x in inputs))
+        return gdn_decode(*token, self.state, self.slots, scale=SCALE, backend="torch")[:, None]
+
+    def prefill(self, inputs: Inputs, lengths: Sequence[int]) -> Sequence[Tensor]:
+        packed = Inputs(*(torch.cat([rows[:n] for rows, n in zip(x, lengths, strict=True)]) for x in inputs))
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        fresh = torch.zeros(BATCH, dtype=torch.bool)
+        out = gdn_prefill(*packed, self.state, self.slots, offsets, fresh, scale=SCALE, backend="torch")
+        return out.split_with_sizes(list(lengths))
+
+    def committed_states(self) -> Tensor:
+        return self.state[self.slots.long()]
 
 
 def run(scheme: PlainStates | ReplayedStates, initial: Tensor, schedule: Schedule) -> Tensor:
@@ -146,6 +170,90 @@ def test_any_schedule_with_replay(capacity: int, schedule: Schedule) -> None:
     inputs = drafts(seed=99)
     for got, wanted in zip(scheme.verify(inputs), commit(inputs, plain, [Q_LEN] * BATCH), strict=True):
         close(got, wanted)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A verify of `q_len` drafts, `accepted` of them counting; or a decode of one; or a prefill of `accepted`."""
+
+    kind: Literal["verify", "decode", "prefill", "fold"]
+    accepted: tuple[int, ...] = (0, 0, 0)
+    q_len: int = 0
+
+
+def counts(longest: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.tuples(*[st.integers(0, longest)] * BATCH)
+
+
+VERIFIES = st.integers(1, Q_LEN).flatmap(lambda q_len: counts(q_len).map(lambda some: Step("verify", some, q_len)))
+STEPS = (
+    VERIFIES
+    | st.sampled_from([Step("decode", (1, 1, 1), 1), Step("fold")])
+    | counts(70).map(lambda lengths: Step("prefill", lengths, max(lengths)))
+)
+
+
+def check_mixed(capacity: int, schedule: Sequence[Step]) -> None:
+    """Against plain decode of the accepted tokens; kept ones are folded before anything but a verify."""
+    plain = states(BATCH)
+    scheme = ReplayedStates(plain, capacity)
+    for number, step in enumerate(schedule):
+        inputs = drafts(step.q_len, seed=number)
+        if step.kind != "verify":
+            scheme.fold()
+            close(scheme.committed_states(), plain)
+        got: Sequence[Tensor] | Tensor = []
+        if step.kind == "verify":
+            got = scheme.verify(inputs)
+            scheme.accept(step.accepted)
+        elif step.kind == "decode":
+            got = scheme.decode(inputs)
+        elif step.kind == "prefill":
+            got = scheme.prefill(inputs, step.accepted)
+        wanted = commit(inputs, plain, step.accepted)
+        for mine, theirs in zip(got, wanted, strict=step.kind != "fold"):
+            close(mine[: theirs.shape[0]], theirs)
+    scheme.fold()
+    close(scheme.committed_states(), plain)
+
+
+@pytest.mark.parametrize("capacity", [Q_LEN, 2 * Q_LEN, 3 * Q_LEN + 1])
+@settings(max_examples=15, deadline=None)
+@given(schedule=st.lists(STEPS, min_size=1, max_size=7))
+def test_any_schedule_of_replay_fold_decode_and_prefill(capacity: int, schedule: list[Step]) -> None:
+    check_mixed(capacity, schedule)
+
+
+@pytest.mark.parametrize("following", [Step("decode", (1, 1, 1), 1), Step("prefill", (5, 0, 66), 66), Step("fold")])
+@pytest.mark.parametrize("capacity", [Q_LEN, 2 * Q_LEN])
+def test_anything_may_follow_a_verify(capacity: int, following: Step) -> None:
+    rounds = [Step("verify", (0, 1, 4), 4), Step("verify", (2, 0, 1), 2)]
+    check_mixed(capacity, [*rounds, following, *rounds, following, following])
+
+
+def test_folding_nothing_and_padding_leaves_the_bits() -> None:
+    """Five slots of which one has tokens to fold; none of the buffers changes."""
+    state, expected = states(5), states(5)
+    expected[0, 0, 0, 0] = math.inf
+    state.copy_(expected)
+    buffers = k, v, g, beta = [torch.rand(5, Q_LEN, *x.shape[2:]) for x in drafts()[1:]]
+    before = [buffer.clone() for buffer in buffers]
+    gdn_fold(state, k, v, g, beta, ints(3, 0, -1), ints(2, 0, 4), backend="torch")
+    assert not torch.equal(state[3], expected[3])
+    others = [0, 1, 2, 4]
+    assert torch.equal(state[others], expected[others])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(buffers, before, strict=True))
+
+
+def test_fold_by_hand() -> None:
+    """Two of three kept tokens: decay by half, then k finds 1 and half of what is missing to 3 is written; twice."""
+    state = torch.tensor([[[[2.0, 4.0]]]])
+    k = torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]], [[5.0, 5.0]]]])
+    v = torch.full((1, 3, 1, 1), 3.0)
+    half = torch.full((1, 3, 1), 0.5)
+    gdn_fold(state, k, v, half.log(), half, ints(0), ints(2), normalise=False, backend="torch")
+    # [2, 4] → [1, 2] → [2, 2] → [1, 1] → [1, 2]
+    close(state, torch.tensor([[[[1.0, 2.0]]]]))
 
 
 @pytest.mark.parametrize("capacity", [Q_LEN, 2 * Q_LEN, 3 * Q_LEN + 1])
@@ -229,6 +337,8 @@ def test_counts_beyond_the_buffers_are_refused(kept: int) -> None:
     scheme.kept = ints(0, kept, 0)
     with pytest.raises(ContentError, match="kept"):
         scheme.verify(drafts())
+    with pytest.raises(ContentError, match="kept"):
+        scheme.fold()
 
 
 def test_buffers_shorter_than_the_drafts_are_refused() -> None:

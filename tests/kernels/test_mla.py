@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels.mla import merge_states, mla_cache_write, mla_decode, mla_prefill
-from tokenspeed_registry import ContentError, ShapeError
+from tokenspeed_kernels.mla_forms import mla_cache_read
+from tokenspeed_registry import ContentError, DtypeError, ShapeError
 
 LATENT, ROPE = 512, 64
 ROW = LATENT + ROPE
@@ -167,6 +168,70 @@ def test_a_cache_past_4_gib_is_written_and_read_like_its_first_pages() -> None:
     wanted = decode(q, near, torch.tensor([[0, 1, 2]], dtype=torch.int32), [130])
     assert torch.equal(got[0], wanted[0])
     assert torch.equal(got[1], wanted[1])
+    rows = mla_cache_read(
+        cache, torch.tensor([far], dtype=torch.int32), offsets(130), rows=130, dtype=torch.bfloat16, backend="torch"
+    )
+    assert torch.equal(rows, torch.cat((latent, k_rope), dim=-1))
+
+
+def test_fp8_cache_saturates_rounds_to_even_and_keeps_nan() -> None:
+    inputs_and_stored = [
+        *[(1.0, 2.0), (224.0, 448.0), (300.0, 448.0), (-1e6, -448.0), (math.inf, 448.0), (math.nan, math.nan)],
+        # Halfway between neighbours, which are 2 apart from 16 to 32; and among the subnormal ones, 2^-9 apart.
+        *[(17 / 2, 16.0), (19 / 2, 20.0), (21 / 2, 20.0), (2.0**-11, 0.0), (3 * 2.0**-11, 2.0**-8)],
+    ]
+    given, stored = (torch.tensor(side) for side in zip(*inputs_and_stored, strict=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = torch.zeros(1, 2, len(given) + 1, dtype=torch.float8_e4m3fn)
+        mla_cache_write(
+            given[None].to(dtype), torch.ones(1, 1, dtype=dtype), torch.tensor([1]), cache,
+            kv_scale=torch.tensor([0.5]), backend="torch",
+        )  # fmt: skip
+        torch.testing.assert_close(cache[0, 1, :-1].float(), stored, rtol=0, atol=0, equal_nan=True)
+        assert cache[0, 1, -1].item() == 2.0, "the rotated key has the scale of the latent"
+        assert (cache[0, 0].float() == 0).all()
+
+
+@pytest.mark.parametrize("scale", [None, 0.03, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_fp8_cache_stands_for_its_scaled_values(scale: float | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    kv_scale = None if scale is None else torch.tensor([scale])
+    stored = torch.randn(4, 16, 32 + ROPE).div(scale or 1.0).to(torch.float8_e4m3fn)
+    wide = stored.float() * (scale or 1.0)
+    table, q = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.randn(2, 4, 3, 32 + ROPE).to(dtype)
+    got = decode(q, stored, table, [19, 32], latent=32, kv_scale=kv_scale)
+    wanted = decode(q.float(), wide, table, [19, 32], latent=32)
+    torch.testing.assert_close(got[0].float(), wanted[0], atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(got[1], wanted[1])
+    rows = mla_cache_read(
+        stored, table, offsets(19, 32), rows=51, dtype=torch.float32, kv_scale=kv_scale, backend="torch"
+    )
+    torch.testing.assert_close(rows, torch.cat((wide[[2, 0]].flatten(0, 1)[:19], wide[[3, 1]].flatten(0, 1))))
+
+
+def test_what_is_written_at_a_scale_is_read_at_it() -> None:
+    torch.manual_seed(0)
+    latent, k_rope, kv_scale = torch.randn(40, 32), torch.randn(40, ROPE), torch.tensor([4.0 / 448])
+    fp8, wide = torch.zeros(3, 16, 32 + ROPE, dtype=torch.float8_e4m3fn), torch.zeros(3, 16, 32 + ROPE)
+    mla_cache_write(latent, k_rope, torch.arange(40), fp8, kv_scale=kv_scale, backend="torch")
+    mla_cache_write(latent, k_rope, torch.arange(40), wide, backend="torch")
+    q, table = torch.randn(1, 2, 3, 32 + ROPE), torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    got, _ = decode(q, fp8, table, [40], latent=32, kv_scale=kv_scale)
+    wanted, _ = decode(q, wide, table, [40], latent=32)
+    # A stored number is off by 1/16 of itself at most, and the sums average over these errors.
+    torch.testing.assert_close(got, wanted, atol=0.08, rtol=0.0)
+
+
+def test_bad_scales_are_rejected_by_name() -> None:
+    cache, q = torch.zeros(2, 4, 8, dtype=torch.float8_e4m3fn), torch.zeros(1, 1, 1, 8)
+    table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+    with pytest.raises(ShapeError, match="kv_scale"):
+        mla_decode(q, cache, table, lengths, latent=4, scale=1.0, kv_scale=torch.ones(2))
+    with pytest.raises(DtypeError, match="kv_scale"):
+        mla_cache_write(torch.zeros(1, 6), torch.zeros(1, 2), torch.tensor([0]), cache, kv_scale=torch.ones(1).double())
+    with pytest.raises(DtypeError, match="kv_cache"):
+        mla_decode(q, cache.to(torch.float8_e5m2), table, lengths, latent=4, scale=1.0)
 
 
 def test_cache_write_puts_the_latent_before_the_rotary_key_and_skips_padding() -> None:

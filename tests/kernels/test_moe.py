@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenspeed_kernels.moe import moe_experts, moe_route, sigmoid_mul, silu_mul
-from tokenspeed_registry import ArgumentError, ContentError
+from tokenspeed_kernels.moe import moe_experts, moe_route, moe_route_grouped, sigmoid_mul, silu_mul
+from tokenspeed_registry import ArgumentError
 
 
 def layer(experts: int = 6, hidden: int = 16, inter: int = 8) -> tuple[Tensor, Tensor]:
@@ -60,11 +60,89 @@ def test_experts_of_several_ranks_add_up_to_all_of_them() -> None:
     whole = moe_experts(x, gate_up, down, weights, ids, backend="torch")
     parts = torch.zeros_like(whole)
     for first in (0, 2, 4):
-        mine = (ids >= first) & (ids < first + 2)
-        local = torch.where(mine, ids - first, -1).int()
         held = gate_up[first : first + 2], down[first : first + 2]
-        parts += moe_experts(x, *held, weights, local, backend="torch")
+        parts += moe_experts(x, *held, weights, ids, first_expert=first, backend="torch")
     torch.testing.assert_close(parts, whole)
+
+
+def test_ids_outside_the_share_contribute_nothing_on_either_side() -> None:
+    gate_up, down = layer()
+    x = torch.ones(4, 16)
+    x[3] = torch.nan
+    ids = int32([[2, 3], [1, 2], [3, 5], [1, 5]])
+    weights = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [2.0, torch.nan], [torch.nan, torch.nan]])
+    held = gate_up[2:4].contiguous(), down[2:4].contiguous()
+    y = moe_experts(x, *held, weights, ids, first_expert=2, backend="torch")
+    torch.testing.assert_close(y[0], y[1] + y[2])
+    assert bool((y[:3] != 0).any(dim=-1).all())
+    assert bool((y[3] == 0).all())
+    padding = moe_experts(x, *held, weights, int32([[-1, -1]] * 4), first_expert=2, backend="torch")
+    assert bool((padding == 0).all())
+    with pytest.raises(ArgumentError, match="first_expert >= 0"):
+        moe_experts(x, *held, weights, ids, first_expert=-1)
+
+
+@pytest.mark.parametrize("width", [24, 37, 68])
+def test_a_token_of_nan_spoils_no_other(width: int) -> None:
+    gate_up, down = torch.ones(1, 2 * width, width).bfloat16(), torch.ones(1, width, width).bfloat16()
+    x = torch.zeros(9, width).bfloat16()
+    x[4] = torch.nan
+    y = moe_experts(x, gate_up, down, torch.ones(9, 1), int32([[0]] * 9), backend="torch")
+    assert y.isnan().any(dim=-1).tolist() == [row == 4 for row in range(9)]
+
+
+def test_grouped_routing_takes_the_groups_with_the_two_best() -> None:
+    """Group 0 has the single best expert, group 1 the two best, group 2 the best three."""
+    scores = torch.tensor([[0.9, 0.2, 0.1, 0.6, 0.7, 0.1, 0.5, 0.5, 0.5]])
+    logits, bias = scores.logit(), torch.zeros(9)
+    weights, experts = moe_route_grouped(logits, bias, top_k=3, groups=3, top_groups=1, scaling=2.5, backend="torch")
+    assert experts.tolist() == [[4, 3, 5]]
+    torch.testing.assert_close(weights, 2.5 * torch.tensor([[0.7, 0.6, 0.1]]) / 1.4)
+    weights, experts = moe_route_grouped(
+        logits, bias, top_k=4, groups=3, top_groups=2, renormalise=False, backend="torch"
+    )
+    assert experts.tolist() == [[0, 4, 3, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[0.9, 0.7, 0.6, 0.2]]))
+
+
+def test_the_bias_decides_who_is_chosen_but_not_the_weight() -> None:
+    logits = torch.tensor([[0.8, 0.6, 0.2, 0.1]]).logit()
+    bias = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    weights, experts = moe_route_grouped(logits, bias, top_k=2, backend="torch")
+    assert experts.tolist() == [[3, 0]]
+    torch.testing.assert_close(weights, torch.tensor([[1 / 9, 8 / 9]]))
+
+
+def test_experts_of_dropped_groups_stay_out_where_all_choices_are_negative() -> None:
+    logits = torch.tensor([[0.9, 0.8, 0.2, 0.1]]).logit()
+    _, experts = moe_route_grouped(logits, torch.full((4,), -3.0), top_k=2, groups=2, top_groups=1, backend="torch")
+    assert experts.tolist() == [[0, 1]]
+
+
+def test_one_group_and_all_groups_are_no_group_step() -> None:
+    make = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(17, 24, generator=make), torch.randn(24, generator=make)
+    for groups in (1, 3, 12):
+        _, experts = moe_route_grouped(logits, bias, top_k=6, groups=groups, top_groups=groups, backend="torch")
+        assert torch.equal(experts.long(), (logits.sigmoid() + bias).topk(6, dim=-1).indices)
+
+
+def test_scores_that_vanish_give_finite_weights() -> None:
+    weights, _ = moe_route_grouped(torch.full((1, 4), -200.0), torch.zeros(4), top_k=2, backend="torch")
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
+def test_deepseek_v3_shape_is_routed_as_its_formula_says() -> None:
+    make = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(7, 256, generator=make), 0.2 * torch.randn(256, generator=make)
+    weights, experts = moe_route_grouped(logits, bias, top_k=8, groups=8, top_groups=4, scaling=2.5, backend="torch")
+    for row, chosen, given in zip(logits, experts.tolist(), weights, strict=True):
+        choice = row.sigmoid() + bias
+        worth = [float(choice[32 * g : 32 * g + 32].topk(2).values.sum()) for g in range(8)]
+        kept = sorted(range(8), key=lambda g: -worth[g])[:4]
+        allowed = sorted((e for g in kept for e in range(32 * g, 32 * g + 32)), key=lambda e: -float(choice[e]))
+        assert chosen == allowed[:8]
+        torch.testing.assert_close(given, 2.5 * row.sigmoid()[chosen] / row.sigmoid()[chosen].sum())
 
 
 def test_a_token_alone_equals_the_token_in_a_batch() -> None:
@@ -115,12 +193,18 @@ def test_silu_mul_halves_the_width() -> None:
 def test_what_does_not_fit_is_refused_by_name() -> None:
     gate_up, down = layer()
     x, weights = torch.zeros(2, 16), torch.zeros(2, 2)
-    with pytest.raises(ContentError, match="ids"):
-        moe_experts(x, gate_up, down, weights, int32([[0, 6], [0, 1]]))
     with pytest.raises(ArgumentError, match="gate_up"):
         moe_experts(x, gate_up[:, :-1].contiguous(), down, weights, int32([[0, 1], [0, 1]]))
     with pytest.raises(ArgumentError, match="top_k <= experts"):
         moe_route(torch.zeros(2, 4), top_k=5)
+    for wrong, (top_k, groups, top_groups) in {
+        "experts % groups": (1, 3, 1),
+        "experts >= 2 \\* groups": (1, 4, 1),
+        "top_groups <= groups": (1, 2, 3),
+        "top_k <= top_groups": (3, 2, 1),
+    }.items():
+        with pytest.raises(ArgumentError, match=wrong):
+            moe_route_grouped(torch.zeros(2, 4), torch.zeros(4), top_k=top_k, groups=groups, top_groups=top_groups)
     with pytest.raises(ArgumentError, match="width % 2 == 0"):
         silu_mul(torch.zeros(2, 3))
     with pytest.raises(ArgumentError, match="gate_dim == dim"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernels.ngram import ngram_embed, ngram_gate, ngram_hash, ngram_inject, ngram_lookup
+from tokenspeed_kernels.ngram import ngram_embed, ngram_hash, ngram_lookup
+from tokenspeed_kernels.ngram_block import ngram_gate, ngram_inject
 from tokenspeed_registry import ArgumentError, ContentError, ShapeError
 
 EOS = 50

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from tokenspeed_kernels.norm import grouped_rms_norm, rms_norm
+from tokenspeed_kernels.norm import add_rms_norm, grouped_rms_norm, rms_norm
 from tokenspeed_registry import ShapeError
+from tokenspeed_registry.conformance import error_of
+from tokenspeed_registry.validation import signature_of
 
 
 def test_a_zero_centred_weight_counts_from_one() -> None:
@@ -26,6 +28,39 @@ def test_half_precision_rounds_once_at_the_end() -> None:
     normed = rms_norm(x, weight, eps=1e-6, zero_centred=True, backend="torch")
     wide = rms_norm(x.double().float(), weight.float(), eps=1e-6, zero_centred=True, backend="torch")
     assert torch.equal(normed, wide.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_before_the_weight_is_within_the_tolerance(dtype: torch.dtype) -> None:
+    """What DeepSeek-V3 computes: w · cast(x · rsqrt(mean + eps)). A kernel may do either."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 512).to(dtype), torch.randn(512).to(dtype)
+    arguments = {"x": x, "weight": weight, "eps": 1e-6, "zero_centred": False}
+    wide = x.float()
+    twice = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype)
+    wanted = rms_norm.contract.reference(**arguments)
+    assert isinstance(wanted, torch.Tensor)
+    allowed = rms_norm.contract.tolerance(signature_of(rms_norm.contract, arguments), "normed")
+    assert 0.3 * allowed < error_of(twice, wanted) <= allowed
+    assert not torch.equal(rms_norm(**arguments, backend="torch"), twice)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_a_residual_gains_the_output_and_is_normed_as_it_is_stored(dtype: torch.dtype, zero_centred: bool) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(9, 64).to(dtype), (torch.randn(9, 64) * 30).to(dtype), torch.randn(64).to(dtype)
+    total = (x.float() + residual.float()).to(dtype)
+    normed = add_rms_norm(x, residual, weight, eps=1e-6, zero_centred=zero_centred, backend="torch")
+    assert torch.equal(residual, total)
+    assert torch.equal(normed, rms_norm(total, weight, eps=1e-6, zero_centred=zero_centred, backend="torch"))
+
+
+def test_a_residual_between_other_columns_is_changed_alone() -> None:
+    pool = torch.full((3, 10), 5.0)
+    add_rms_norm(torch.ones(3, 4), pool[:, 3:7], torch.ones(4), eps=0.0, zero_centred=False, backend="torch")
+    assert (pool[:, 3:7] == 6.0).all()
+    assert (pool[:, [0, 1, 2, 7, 8, 9]] == 5.0).all()
 
 
 def test_large_float16_values_do_not_overflow() -> None:

@@ -6,6 +6,11 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3RotaryEmbedding,
+    apply_rotary_pos_emb_interleave,
+)
 
 from tokenspeed_kernels.rope import rope
 from tokenspeed_registry import ArgumentTypeError, ShapeError
@@ -54,6 +59,38 @@ def test_interleaved_pairs_give_the_scores_of_pairs_sorted_apart() -> None:
     in_place = scores(q, k, "interleaved")
     torch.testing.assert_close(in_place, scores(q[..., order], k[..., order], "neox"), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(in_place, scores(q, k, "neox"), atol=1e-1)
+
+
+def yarn_frequencies(theta: float, dim: int, factor: float, original: int) -> Tensor:
+    """Frequencies that turn often within `original` positions stay, those that turn less than once are divided."""
+    inv_freq = frequencies(theta, dim // 2)
+    turns = [dim * math.log(original / (turned * 2 * math.pi)) / (2 * math.log(theta)) for turned in (32.0, 1.0)]
+    low, high = max(math.floor(turns[0]), 0), min(math.ceil(turns[1]), dim - 1)
+    ramp = ((torch.arange(dim // 2) - low) / (high - low)).clamp(0.0, 1.0)
+    return inv_freq * (1 - ramp) + inv_freq / factor * ramp
+
+
+@pytest.mark.parametrize("mscale_all_dim", [1.0, 0.5])
+def test_scores_of_deepseek_v3_with_yarn(mscale_all_dim: float) -> None:
+    """transformers sorts the parts of pairs apart; scores are the same. Cosines carry m(40, 1) / m(40, all)."""
+    torch.manual_seed(0)
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+    scaling |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": mscale_all_dim}
+    config = DeepseekV3Config(
+        qk_rope_head_dim=64, max_position_embeddings=163840, rope_parameters=scaling, rope_interleave=True
+    )
+    q, k, positions = torch.randn(6, 2, 64), torch.randn(6, 1, 64), torch.tensor([0, 1, 77, 4095, 4096, 100_000])
+    rotary = DeepseekV3RotaryEmbedding(config)
+    inv_freq = rotary.inv_freq
+    torch.testing.assert_close(inv_freq, yarn_frequencies(1e4, 64, 40.0, 4096))
+    cos, sin = rotary(q, positions[None])
+    oracle_q, oracle_k = apply_rotary_pos_emb_interleave(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    wanted = torch.einsum("hqd,kd->hqk", oracle_q[0], oracle_k[0, 0])
+    factor = (0.1 * math.log(40.0) + 1) / (0.1 * mscale_all_dim * math.log(40.0) + 1)
+    turned = [rope(x, positions, inv_freq, style="interleaved", factor=factor, backend="torch") for x in (q, k)]
+    torch.testing.assert_close(torch.einsum("qhd,kd->hqk", turned[0], turned[1][:, 0]), wanted, atol=1e-3, rtol=1e-3)
+    plain = [rope(x, positions, frequencies(1e4, 32), style="interleaved", backend="torch") for x in (q, k)]
+    assert not torch.allclose(torch.einsum("qhd,kd->hqk", plain[0], plain[1][:, 0]), wanted, atol=0.1)
 
 
 @pytest.mark.parametrize("style", STYLES)

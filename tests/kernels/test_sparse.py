@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels.sparse import index_cache_write, index_scores, sparse_attention, topk_blocks
+from tokenspeed_kernels.sparse_select import select_blocks
 from tokenspeed_registry import ArgumentError, ContentError
 
 RATIO, BLOCKS, DIM = 4, 2, 16
@@ -163,7 +164,87 @@ def test_topk_never_takes_a_hidden_block_and_fills_with_minus_one() -> None:
 def test_topk_of_ties_does_not_depend_on_the_width_of_the_batch(width: int) -> None:
     scores = torch.full((1, width), -torch.inf)
     scores[0, :6] = torch.tensor([0.0, 1.6, 0.0, 2.6, -0.0, 0.5])
-    assert topk_blocks(scores, top_k=4, backend="torch").tolist() == [[3, 1, 5, 0]]
+    alone = scores[:, :6].topk(4).indices.tolist()  # the choice of transformers
+    assert topk_blocks(scores, top_k=4, backend="torch").tolist() == alone
+
+
+def select(length: int, q: Tensor, cache: Tensor, top_k: int) -> Tensor:
+    """Choices of the last tokens of one sequence, whose block keys lie in `cache` in order."""
+    pages = torch.arange(len(cache), dtype=torch.int32)[None]
+    return select_blocks(
+        q, cache, pages, int32(0, len(q)), int32(length), ratio=RATIO, top_k=top_k, max_blocks=len(cache) * BLOCKS,
+        backend="torch",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("top_k", [1, 5, 16, 40])
+def test_selection_in_one_step_is_that_in_two(top_k: int, cache_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, cache = torch.randn(50, 4, DIM), torch.randn(8, BLOCKS, DIM).to(cache_dtype)
+    cu_seqlens, seq_lens = int32(0, 20, 20, 50), int32(33, 9, 41)
+    table = torch.tensor([[0, 5, 2, 7, 1, -1], [3, -1, -1, -1, -1, -1], [6, 4, 3, -1, 2, 0]], dtype=torch.int32)
+    scores = index_scores(q, cache, table, cu_seqlens, seq_lens, ratio=RATIO, max_blocks=10, backend="torch")
+    wanted = topk_blocks(scores, top_k=top_k, backend="torch")
+    got = select_blocks(q, cache, table, cu_seqlens, seq_lens, ratio=RATIO, top_k=top_k, max_blocks=10, backend="torch")
+    assert torch.equal(got, wanted)
+    # Alone, with room for more blocks, a sequence chooses the same.
+    alone = select_blocks(
+        q[20:], cache, table[2:], int32(0, 30), int32(41), ratio=RATIO, top_k=top_k, max_blocks=99, backend="torch"
+    )
+    assert torch.equal(alone, got[20:])
+
+
+def test_selection_keeps_complete_blocks_alone_and_fills_with_minus_one() -> None:
+    cache = torch.tensor([[[1.0], [3.0]], [[2.0], [1e9]]])
+    q = torch.ones(14, 1, 1)
+    blocks = select(14, q, cache, top_k=2).tolist()
+    # Positions 0 to 13: no block until position 3, then one, then the two best of two and of three.
+    assert blocks == [[-1, -1]] * 3 + [[0, -1]] * 4 + [[1, 0]] * 4 + [[1, 2]] * 3
+
+
+def test_scores_read_float8_block_keys_as_they_are() -> None:
+    torch.manual_seed(0)
+    q, cache = torch.randn(9, 4, DIM), torch.randn(4, BLOCKS, DIM).to(torch.float8_e4m3fn)
+    torch.testing.assert_close(score(31, q, cache), score(31, q, cache.float()))
+    torch.testing.assert_close(score(31, q.bfloat16(), cache), score(31, q.bfloat16().float(), cache.float()))
+
+
+def test_block_keys_in_float8_are_the_rounded_ones() -> None:
+    keys = raw_keys(27)
+    plain, narrow = Indexer(8), Indexer(8)
+    narrow.cache = narrow.cache.to(torch.float8_e4m3fn)
+    for indexer in (plain, narrow):
+        indexer.write(keys[:11], 11)
+        indexer.write(keys[11:], 27)
+    rounded = plain.block_keys(27).to(torch.float8_e4m3fn)
+    assert torch.equal(narrow.block_keys(27).float(), rounded.float())
+    assert torch.equal(narrow.ring[1], plain.ring[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_attention_over_float8_caches_multiplies_by_their_scales(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, table = torch.randn(3, 4, 8).to(dtype), int32(2, 0, 1)[None]
+    k_scale, v_scale = torch.tensor([0.05]), torch.tensor([2.0])
+    k, v = (torch.randn(3, PAGE, 2, 8).div(of).to(torch.float8_e4m3fn) for of in (k_scale, v_scale))
+    blocks, more = int32(0, 2, 4, -1).repeat(3, 1), {"ratio": RATIO, "scale": 0.3, "backend": "torch"}
+    got = sparse_attention(
+        q,
+        k,
+        v,
+        table,
+        blocks,
+        int32(0, 3),
+        int32(22),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        **more,  # type: ignore[arg-type]
+    )
+    wide = k.float() * k_scale, v.float() * v_scale
+    wanted = sparse_attention(q.float(), *wide, table, blocks, int32(0, 3), int32(22), **more)  # type: ignore[arg-type]
+    torch.testing.assert_close(got[0].float(), wanted[0], atol=torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(got[1], wanted[1])
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -228,7 +309,7 @@ def first_sparse_position(budget: int, length: int) -> int:
     make = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(length, h, DIM, generator=make) for h in (2, 1, 1))
     cache = torch.randn(-(-length // PAGE), BLOCKS, DIM, generator=make)
-    blocks = topk_blocks(score(length, q, cache), top_k=budget // RATIO, backend="torch")
+    blocks = select(length, q, cache, budget // RATIO)
     got, _ = attend(q, k, v, blocks, scale=0.25)
     off = (got - dense(q, k, v, 0.25)[0]).abs().amax(dim=(1, 2)) > 1e-4
     return int(off.int().argmax())
@@ -307,3 +388,7 @@ def test_a_ring_shorter_than_a_block_and_pages_that_cut_blocks_are_refused() -> 
         )  # fmt: skip
     with pytest.raises(ArgumentError, match="top_k >= 1"):
         topk_blocks(torch.zeros(1, 4), top_k=0)
+    with pytest.raises(ArgumentError, match="top_k >= 1"):
+        select(4, torch.zeros(1, 1, 4), torch.zeros(1, BLOCKS, 4), top_k=0)
+    with pytest.raises(ContentError, match="seq_lens"):
+        select(9, torch.zeros(1, 1, 4), torch.zeros(1, BLOCKS, 4), top_k=1)

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 
 from tests.registry.toys import BLEND, DOUBLE, FILL, blend, double, double_cases, fill_rows, new_registry, toy
-from tokenspeed_registry.cases import Case, CaseSet, Make, case_set, edge_cases
+from tokenspeed_registry import UnknownNameError
+from tokenspeed_registry.cases import Case, CaseSet, Make, case_set
 from tokenspeed_registry.validation import signature_of
 
 OPS: dict[str, Any] = {
@@ -111,9 +112,86 @@ def test_strategy_draws_from_the_axes(case: Case) -> None:
     signature_of(OPS["double"].contract, double_cases.arguments(OPS["double"].contract, case))
 
 
-def test_edge_cases_put_each_bound_of_an_axis() -> None:
-    edges = [dict(case.params) for case in edge_cases(EDGED, [("n", 16), ("n", 4), ("heads", 8)])]
-    assert edges == [{"n": 16, "kind": "a"}, {"n": 4, "kind": "a"}]
+SHRUNK = CaseSet(
+    axes={"tokens": [3, 17], "hidden": [8, 16], "dtype": [torch.float32, torch.bfloat16]},
+    build=lambda p, make: {"x": make.normal(p["tokens"], p["hidden"], dtype=p["dtype"])},
+    models={"prefill": {"tokens": 8192, "hidden": 2560}, "one": {"tokens": 1, "hidden": 7168, "dtype": torch.bfloat16}},
+    shrink=[{"tokens": 2}, {"tokens": 5, "dtype": torch.float16}],
+)
+
+
+def test_models_shrink_but_for_their_static_dims() -> None:
+    assert SHRUNK.statics == {
+        "prefill": [{"tokens": 2, "hidden": 2560}, {"tokens": 5, "hidden": 2560, "dtype": torch.float16}],
+        # Nothing grows.
+        "one": [
+            {"tokens": 1, "hidden": 7168, "dtype": torch.bfloat16},
+            {"tokens": 1, "hidden": 7168, "dtype": torch.float16},
+        ],
+    }
+    params = [dict(case.params) for case in SHRUNK.cases()]
+    for small in (small for smalls in SHRUNK.statics.values() for small in smalls):
+        assert SHRUNK.defaults | dict(small) in params
+    assert not any(case.params["tokens"] == 8192 for case in SHRUNK.cases())
+
+
+def test_models_by_name() -> None:
+    assert SHRUNK.model("prefill").params == {"tokens": 8192, "hidden": 2560, "dtype": torch.float32}
+    with pytest.raises(UnknownNameError, match="unknown model 'prefil'; known: 'prefill', 'one'"):
+        SHRUNK.model("prefil")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_signature_needs_no_data(name: str) -> None:
+    contract = OPS[name].contract
+    source = case_set(contract)
+    for case in source.cases():
+        whole = signature_of(contract, source.arguments(contract, case))
+        blank = source.signature(contract, case)
+        assert (blank.dims, blank.dtypes, blank.flags, blank.shapes) == (
+            whole.dims,
+            whole.dtypes,
+            whole.flags,
+            whole.shapes,
+        )
+
+
+def test_what_a_blank_leaves_out_changes_nothing_else() -> None:
+    def choices(make: Make) -> list[torch.Tensor]:
+        make.normal(100)
+        return [make.integers(20, low=0, high=1000), make.uniform(20, low=0, high=1), make.permutation(20)]
+
+    assert all(torch.equal(a, b) for a, b in zip(choices(Make(3)), choices(Make(3, blank=True)), strict=True))
+
+
+def test_counts_belong_to_the_signature() -> None:
+    contract = OPS["double"].contract
+    counted = CaseSet(
+        axes={"tokens": [7]},
+        build=lambda p, make: {"x": make.uniform(p["tokens"], 1, low=-1.0, high=1.0)},
+        counts=lambda arguments: {"positive": int((arguments["x"] > 0).sum())},
+    )
+    case = counted.case({})
+    arguments = counted.arguments(contract, case)
+    assert counted.describe(contract, arguments).count("positive", 7) == int((arguments["x"] > 0).sum()) < 7
+    assert counted.signature(contract, case).counts == counted.describe(contract, arguments).counts
+    assert signature_of(contract, arguments).count("positive", 7) == 7
+
+
+def test_data_is_made_on_the_device_asked_for() -> None:
+    contract = OPS["blend"].contract
+    source = case_set(contract)
+    seen: list[str] = []
+
+    def build(p: Any, make: Make) -> dict[str, Any]:
+        seen.append(torch.zeros(1).device.type)
+        return source.build(p, make)
+
+    CaseSet(axes=source.axes, build=build).arguments(contract, source.case({}), torch.device("cpu"))
+    with torch.device("meta"):  # whatever the caller's default is
+        arguments = CaseSet(axes=source.axes, build=build).arguments(contract, source.case({}))
+    assert seen == ["cpu", "cpu"]
+    assert {value.device.type for value in arguments.values() if isinstance(value, torch.Tensor)} == {"cpu"}
 
 
 def test_case_set_is_found_by_its_name() -> None:

@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int32
 from torch import Tensor
 
 from tests.registry.toys import DOUBLE, FILL, double, doubling, fill_rows, new_registry, report_of, toy
-from tokenspeed_registry import Dim, copy_into, kernel
+from tokenspeed_registry import Dim, Flag, Kernel, arch, copy_into, kernel, known_platform
 from tokenspeed_registry.cases import CaseSet
 from tokenspeed_registry.conformance import check_kernel
 
@@ -276,3 +276,117 @@ def test_a_kernel_must_allocate_where_it_gets_no_out() -> None:
     report = check_kernel(OP.contract, never_allocates, CPU)
     assert [failure for failure in report.failures if "without out" in failure] == report.failures
     assert report.failures
+
+
+def wide(
+    x: Float32[Tensor, "tokens width"], *, negate: bool = False, out: Any = None, backend: str | None = None
+) -> Float32[Tensor, "tokens width"]:
+    """Twice `x`; its width is the sum of two parameters of the case set."""
+    return -2 * x.double() if negate else 2 * x.double()
+
+
+wide_cases = CaseSet(
+    axes={"tokens": [3, 1], "latent": [8, 16], "rope": [2], "negate": [False]},
+    build=lambda p, make: {"x": make.normal(p["tokens"], p["latent"] + p["rope"]), "negate": p["negate"]},
+    models={"model": {"tokens": 4096, "latent": 512, "rope": 64}},
+    shrink=[{"tokens": 2}],
+)
+WIDE_OP: Any = toy(
+    new_registry(),
+    wide,
+    cases="tests.registry.test_conformance:wide_cases",
+    outputs=("y",),
+    output_dtypes={},
+    static=("width",),
+)
+
+
+def test_a_kernel_for_a_models_dims_alone_runs_and_its_bounds_are_probed() -> None:
+    ran: list[tuple[int, ...]] = []
+
+    def run(x: Tensor, *, negate: bool, out: Any = None) -> Any:
+        ran.append(tuple(x.shape))
+        return copy_into(out, 2 * x)
+
+    report = report_of(WIDE_OP, run, constraints=[Dim("width").in_(576), Dim("tokens") <= 200, Dim("tokens") >= 2])
+    assert report.ok
+    assert set(ran) == {(2, 576), (200, 576)}
+    assert report.unreached == []
+
+
+def test_bounds_of_dims_that_no_axis_names() -> None:
+    def wrong_at_64(x: Tensor, *, negate: bool, out: Any = None) -> Any:
+        return copy_into(out, 2 * x if x.shape[1] < 64 else x)
+
+    assert report_of(WIDE_OP, wrong_at_64, constraints=[Dim("width") <= 63]).ok
+    assert not report_of(WIDE_OP, wrong_at_64, constraints=[Dim("width") <= 64]).ok
+
+
+def test_odd_multiples_of_a_factor_are_probed_within_the_other_limits() -> None:
+    widths: set[int] = set()
+
+    def run(x: Tensor, *, negate: bool, out: Any = None) -> Any:
+        widths.add(x.shape[1])
+        return copy_into(out, 2 * x)
+
+    report = report_of(WIDE_OP, run, constraints=[Dim("width").multiple_of(32), Dim("width") >= 64])
+    assert report.ok
+    assert report.unreached == []
+    assert {96, 64} <= widths
+    assert all(width % 32 == 0 for width in widths)
+
+
+def test_bounds_that_no_case_can_have_are_reported() -> None:
+    def run(x: Tensor, *, negate: bool, out: Any = None) -> Any:
+        return copy_into(out, 2 * x)
+
+    limits = [Dim("tokens") <= 2**40, Flag("negate").in_(True, False), Dim("width") >= 1]
+    report = report_of(WIDE_OP, run, constraints=limits)
+    assert report.ok
+    assert report.unreached == [f"tokens <= {2**40} at {2**40}", "negate in True, False at True", "width >= 1 at 1"]
+
+
+def chip_kernel(function: Callable[..., Any]) -> Kernel:
+    found: Kernel = kernel(OP, backend="chip", requires=arch("sm_90a"))(function)
+    return found
+
+
+def test_platform_overrides_what_the_device_says() -> None:
+    @chip_kernel
+    def allocating(x: Tensor, *, out: Any = None) -> Any:
+        return 2 * x if out is None else copy_into(out, 2 * x)
+
+    assert check_kernel(OP.contract, allocating, CPU).cases == 0
+    report = check_kernel(OP.contract, allocating, CPU, platform=known_platform("sm_90a"))
+    assert report.ok
+    assert report.refused == 0
+
+
+def test_run_replaces_the_call_of_the_function() -> None:
+    @chip_kernel
+    def unrunnable(x: Tensor, *, out: Any = None) -> Any:
+        raise RuntimeError("needs a device")
+
+    def emulate(factor: float) -> Any:
+        def run(given: Kernel, args: tuple[Any, ...], kwargs: Any) -> Any:
+            assert given is unrunnable
+            result = factor * args[0]
+            return copy_into(kwargs["out"], result) if kwargs.get("out") is not None else result
+
+        return run
+
+    hopper = known_platform("sm_90a")
+    assert check_kernel(OP.contract, unrunnable, CPU, platform=hopper, run=emulate(2.0)).ok
+    assert not check_kernel(OP.contract, unrunnable, CPU, platform=hopper, run=emulate(2.1)).ok
+    assert not check_kernel(OP.contract, unrunnable, CPU, platform=hopper).ok
+
+
+def test_an_oracle_stands_in_for_the_reference_at_twice_the_tolerance() -> None:
+    oracle, right_kernel, wrong = (doubling(OP, n, factor=f) for n, f in (("o", 2.0), ("r", 2.0), ("w", 2.1)))
+    (case,) = double_case_list()[:1]
+    report = check_kernel(OP.contract, right_kernel, CPU, [case], oracle=oracle)
+    assert report.ok
+    tolerance = check_kernel(OP.contract, right_kernel, CPU, [case]).worst.tolerance
+    assert report.worst.tolerance == pytest.approx(2 * tolerance)
+    assert not check_kernel(OP.contract, wrong, CPU, [case], oracle=oracle).ok
+    assert check_kernel(OP.contract, wrong, CPU, [case], oracle=wrong).ok  # the reference has no say

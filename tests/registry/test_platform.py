@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.registry.toys import new_registry
 from tokenspeed_registry import (
     ANYWHERE,
     Cost,
     Platform,
+    Registry,
     Requirement,
     UnknownNameError,
     arch,
@@ -20,7 +22,8 @@ from tokenspeed_registry import (
     vendor,
 )
 from tokenspeed_registry import platform as module
-from tokenspeed_registry.platform import PLATFORMS
+from tokenspeed_registry.platform import PLATFORMS, assume_arch
+from tokenspeed_registry.settings import Settings
 
 
 def detected(monkeypatch: pytest.MonkeyPatch, hip: str | None = None, **properties: Any) -> Platform:
@@ -32,11 +35,6 @@ def detected(monkeypatch: pytest.MonkeyPatch, hip: str | None = None, **properti
         return platform_of(torch.device("cuda", 0))
     finally:
         module._detect.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def no_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENSPEED_KERNELS_ARCH", raising=False)
 
 
 def test_table_is_keyed_by_arch_and_complete() -> None:
@@ -84,10 +82,14 @@ def test_unknown_device_keeps_its_name_and_has_no_features(monkeypatch: pytest.M
     assert arch("sm_100a").explain(found) == "needs arch sm_100a, got sm_120a"
 
 
-def test_environment_overrides_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENSPEED_KERNELS_ARCH", "sm_90a")
-    found = detected(monkeypatch, major=10, minor=0, name="NVIDIA B200")
-    assert (found.arch, found.features, found.device) == ("sm_90a", PLATFORMS["sm_90a"].features, "NVIDIA B200")
+def test_the_configuration_overrides_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(new_registry().namespace, settings=Settings(arch="sm_90a"), plugins=False)
+    try:
+        assert registry.settings.arch == "sm_90a"
+        found = detected(monkeypatch, major=10, minor=0, name="NVIDIA B200")
+        assert (found.arch, found.features, found.device) == ("sm_90a", PLATFORMS["sm_90a"].features, "NVIDIA B200")
+    finally:
+        assume_arch(None)
 
 
 def test_present_platform_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,21 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.registry.toys import (
-    BLEND,
-    blend,
-    blend_arguments,
     doubling,
-    new_registry,
     setting,
-    toy,
     with_kernels,
 )
 from tokenspeed_registry import (
     Dim,
-    Kernel,
     NoKernelError,
     RegistrationError,
-    Registry,
     ShapeError,
     Signature,
     UnknownNameError,
@@ -38,7 +30,7 @@ from tokenspeed_registry import (
     use,
     vendor,
 )
-from tokenspeed_registry.evidence import Level, Record, Timing, compiler_version
+from tokenspeed_registry.selection import capturing
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -160,67 +152,6 @@ def test_no_kernel_for_a_platform_lists_all_reasons() -> None:
     assert verdicts == {"amd": "", "hopper": "needs arch sm_90a, got gfx950", "reference.double": ""}
 
 
-def timed(registry: Registry, of: Kernel, **times: float) -> None:
-    """Records times, `t<tokens>=microseconds`, of a kernel on the CPU."""
-    timings = tuple(Timing({"tokens": int(name[1:]), "dim": 4}, time) for name, time in times.items())
-    record = Record(of.name, of.source_hash, "cpu", Level.MEASURED, compiler_version(of), timings)
-    registry.record(record)
-
-
-def test_order_is_measured_time_then_priority_then_name(tmp_path: Path) -> None:
-    registry, op, ran = setting(cache=tmp_path)
-    kernels = [
-        doubling(op, "slow", ran, priority=100),
-        doubling(op, "quick", ran, priority=100),
-        doubling(op, "tuned", ran, priority=300),
-        doubling(op, "also_tuned", ran, priority=300),
-    ]
-    with_kernels(registry, kernels)
-    order = ["also_tuned", "tuned", "quick", "slow", "reference.double"]
-    assert [c.kernel.name for c in registry.explain("double")] == order
-    with ran_by(ran, "also_tuned"):
-        op(X)
-    timed(registry, kernels[0], t3=20.0)
-    timed(registry, kernels[1], t3=10.0)
-    timed(registry, kernels[2], t3=30.0)
-    explained = registry.explain("double", signature=Signature({"tokens": 3, "dim": 4}))
-    assert [(c.kernel.name, c.microseconds) for c in explained] == [
-        ("quick", 10.0),
-        ("slow", 20.0),
-        ("tuned", 30.0),
-        ("also_tuned", None),
-        ("reference.double", None),
-    ]
-    with ran_by(ran, "quick"):
-        op(X)
-
-
-def test_the_nearest_measured_shape_decides_call_by_call(tmp_path: Path) -> None:
-    registry, op, ran = setting(cache=tmp_path)
-    small, large = doubling(op, "small", ran, compiler="triton"), doubling(op, "large", ran, compiler="triton")
-    timed(registry, small, t1=1.0, t1024=50.0)
-    timed(registry, large, t1=5.0, t1024=10.0)
-    with_kernels(registry, [small, large])
-    for _ in range(2):
-        op(torch.ones(2, 4))
-        op(torch.ones(900, 4))
-        op(torch.ones(0, 4))
-    assert ran == ["small", "large", "small"] * 2
-
-
-def test_times_near_scalars_below_zero(tmp_path: Path) -> None:
-    """A window of -1 is a dim too, and has no logarithm."""
-    registry = new_registry(cache=tmp_path)
-    op: Any = toy(registry, blend, **BLEND)
-    reference = registry.kernels("blend")[0]
-    timing = Timing({"tokens": 3, "window": -1}, 1.0)
-    registry.record(Record(reference.name, "", "cpu", Level.MEASURED, "", (timing,)))
-    arguments = blend_arguments()
-    x, weight, cu = (arguments.pop(name) for name in ("x", "weight", "cu"))
-    for window in (-1, -5, 0, None):
-        op(x, weight, cu, **(arguments | {"window": window}))
-
-
 def test_two_kernels_of_one_name() -> None:
     registry, op, ran = setting("aa")
     with pytest.raises(RegistrationError, match="kernel 'aa' is already registered"):
@@ -312,3 +243,21 @@ def test_no_warning_on_the_host_or_where_the_reference_was_asked_for() -> None:
         op(X.to("meta"), backend="reference")
         with use("reference"):
             op(X.to("meta"))
+
+
+def test_a_kernel_that_cannot_be_captured_is_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, op, ran = setting("plain")
+    registry.add_kernel(doubling(op, "reads_back", ran, priority=300, graph_capturable=False))
+    monkeypatch.setattr("tokenspeed_registry.dispatcher.capturing", lambda device: True)
+    with ran_by(ran, "plain"):
+        op(X)
+    with pytest.raises(NoKernelError, match="reads_back: refused: cannot be captured in a CUDA graph"):
+        op(X, backend="reads_back")
+    monkeypatch.setattr("tokenspeed_registry.dispatcher.capturing", lambda device: False)
+    with ran_by(ran, "reads_back", "plain"):
+        op(X, backend="reads_back")
+        op(X, backend="plain")
+
+
+def test_nothing_is_captured_on_the_host() -> None:
+    assert not capturing(torch.device("cpu"))

@@ -1,14 +1,27 @@
 """Inputs for dense attention over a paged cache."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernels.cases.paging import cu_seqlens, distinct_slots, page_table, paged_cache, strided
+from tokenspeed_kernels.cases.paging import (
+    add_extremes,
+    cu_seqlens,
+    distinct_slots,
+    page_table,
+    paged_cache,
+    scale_tensor,
+    scaled_cache,
+    strided,
+)
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = torch.float8_e4m3fn
+# The dtype of the caches, None for that of the model, and the scales of keys and values, None for none.
+_CACHE: dict[str, list[Any]] = {"cache_dtype": [None, FP8], "scales": [(None, None), (0.05, 2.0), (None, 0.02)]}
 
 
 def _joint(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +34,9 @@ def _kv_cache_write(p: Params, make: Make) -> dict[str, Any]:
     row = p["kv_heads"], p["dim"]
     k, v = (make.normal(p["tokens"], *row, dtype=p["dtype"]) for _ in "kv")
     pages = max(p["pages"], -(-p["tokens"] // p["page"]))
-    caches = [make.normal(pages, p["page"], *row, dtype=p["dtype"]) for _ in "kv"]
+    if p["extremes"]:
+        add_extremes(k, v)
+    caches = [make.normal(pages, p["page"], *row).to(p["cache_dtype"] or p["dtype"]) for _ in "kv"]
     k_cache, v_cache = _joint(*caches) if p["strided"] else caches
     padding = {"none": 0, "some": (p["tokens"] + 1) // 2, "all": p["tokens"]}[p["padding"]]
     return {
@@ -30,7 +45,12 @@ def _kv_cache_write(p: Params, make: Make) -> dict[str, Any]:
         "slot_mapping": distinct_slots(make, p["tokens"], pages * p["page"], padding=padding, dtype=torch.int64),
         "k_cache": k_cache,
         "v_cache": v_cache,
+        **_scales(p),
     }
+
+
+def _scales(p: Params) -> dict[str, Tensor | None]:
+    return {name: scale_tensor(scale) for name, scale in zip(("k_scale", "v_scale"), p["scales"], strict=True)}
 
 
 _QWEN: dict[str, Any] = {"page": 64, "dim": 256, "dtype": torch.bfloat16}
@@ -45,12 +65,29 @@ kv_cache_write = CaseSet(
         "dtype": FLOATS,
         "padding": ["none", "some", "all"],
         "strided": [False, True],
+        "extremes": [False, True],
+        **_CACHE,
     },
     build=_kv_cache_write,
     edges=[
-        _QWEN | {"padding": padding, "strided": strided} for padding in ("none", "some") for strided in (False, True)
+        *(_QWEN | {"padding": padding, "strided": strided} for padding in ("none", "some") for strided in (0, 1)),
+        *(_QWEN | {"cache_dtype": FP8, "scales": scales, "strided": True} for scales in ((None, None), (0.05, 0.1))),
+        {"cache_dtype": FP8, "scales": (0.05, 2.0), "dtype": torch.bfloat16, "padding": "some", "tokens": 20},
+        *(
+            {"cache_dtype": FP8, "scales": scales, "extremes": True, "dtype": dtype}
+            for scales, dtype in (
+                ((None, None), torch.float32),
+                ((None, None), torch.bfloat16),
+                ((3.0, 0.5), torch.half),
+            )
+        ),
     ],
-    models={"qwen4_exp prefill": _QWEN | {"tokens": 8192, "pages": 1024, "strided": True}},
+    shrink=[{"tokens": 5, "pages": 6}],
+    models={
+        "qwen4_exp prefill": _QWEN | {"tokens": 8192, "pages": 1024, "strided": True},
+        "qwen4_exp prefill, fp8 cache": _QWEN
+        | {"tokens": 8192, "pages": 1024, "strided": True, "cache_dtype": FP8, "scales": (0.05, 0.1)},
+    },
 )
 
 
@@ -62,11 +99,14 @@ def _paged_attention(p: Params, make: Make) -> dict[str, Any]:
         lengths[0], lengths[-1] = 0, new[-1] // 2
     heads, kv_heads = p["heads"]
     table, pages = page_table(make, lengths, p["page"])
-    caches = [paged_cache(make, table, lengths, pages, p["page"], kv_heads, p["dim"], dtype=p["dtype"]) for _ in "kv"]
+    row = kv_heads, p["dim"]
+    caches = [paged_cache(make, table, lengths, pages, p["page"], *row, dtype=torch.float32) for _ in "kv"]
     if p["outlier"]:
         for entries, length, count in zip(table.tolist(), lengths, new, strict=True):
             for position in range(max(length - count + 1, 0), length):
-                caches[1][entries[position // p["page"]], position % p["page"]] *= 1000.0
+                caches[1][entries[position // p["page"]], position % p["page"]] *= 100.0
+    dtype = p["cache_dtype"] or p["dtype"]
+    caches = [scaled_cache(cache, dtype, scale) for cache, scale in zip(caches, p["scales"], strict=True)]
     q = make.normal(sum(new), heads, p["dim"], dtype=p["dtype"])
     k_cache, v_cache = _joint(*caches) if p["strided"] else caches
     return {
@@ -78,10 +118,20 @@ def _paged_attention(p: Params, make: Make) -> dict[str, Any]:
         "seq_lens": torch.tensor(lengths, dtype=torch.int32),
         "scale": p["dim"] ** -0.5,
         "max_q_len": max(new, default=0) + p["slack"],
+        **_scales(p),
     }
 
 
 _QWEN_HEADS = _QWEN | {"heads": (24, 2)}
+
+def _count_pairs(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens of sequences that ask for something, and pairs of a query and a token that it sees."""
+    lengths, new = arguments["seq_lens"].long(), arguments["cu_seqlens_q"].long().diff()
+    sequences = zip(lengths.tolist(), new.tolist(), strict=True)
+    pairs = sum(max(length - back, 0) for length, count in sequences for back in range(count))
+    return {"cached_tokens": int(lengths[new > 0].sum()), "pairs": pairs}
+
+
 
 paged_attention = CaseSet(
     axes={
@@ -92,12 +142,14 @@ paged_attention = CaseSet(
         "page": [4, 1, 16, 64],
         "dtype": FLOATS,
         "short": [False, True],
-        # Values of the tokens that some query of the call must not see are a thousand times the others.
+        # Values of the tokens that some query of the call must not see are a hundred times the others.
         "outlier": [False, True],
         "slack": [0, 3],
         "strided": [False, True],
+        **_CACHE,
     },
     build=_paged_attention,
+    counts=_count_pairs,
     edges=[
         {"new": (4, 4, 4), "outlier": True, "before": 0},
         {"new": (2, 8, 1), "outlier": True, "page": 1, "strided": True},
@@ -108,9 +160,14 @@ paged_attention = CaseSet(
         _QWEN_HEADS | {"short": True, "outlier": True},
         _QWEN_HEADS | {"strided": True},
         _QWEN_HEADS | {"dtype": torch.float16, "heads": (12, 1)},
+        {"cache_dtype": FP8, "scales": (0.05, 2.0), "dtype": torch.bfloat16, "short": True},
+        *(_QWEN_HEADS | {"cache_dtype": FP8, "scales": scales} for scales in ((None, None), (0.05, 0.1))),
     ],
+    shrink=[{"new": (1, 1), "before": 70}, {"new": (4, 0, 70), "before": 70}],
     models={
         "qwen4_exp decode": _QWEN_HEADS | {"new": (1,) * 32, "before": 4096},
+        "qwen4_exp decode, fp8 cache": _QWEN_HEADS
+        | {"new": (1,) * 32, "before": 4096, "cache_dtype": FP8, "scales": (0.05, 0.1)},
         "qwen4_exp verify": _QWEN_HEADS | {"new": (4,) * 16, "before": 4096},
         "qwen4_exp prefill": _QWEN_HEADS | {"new": (4096,), "before": 4096},
     },

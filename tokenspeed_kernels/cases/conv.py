@@ -103,6 +103,7 @@ causal_conv_prefill = CaseSet(
         {"lengths": (0, 1, 0, 2, 5), "dropped": 4, "dilation": dilation, "fresh": fresh, "dtype": dtype}
         for dilation, fresh, dtype in ((1, "none", torch.float32), (3, "mixed", torch.bfloat16))
     ],
+    shrink=[{"lengths": (5, 3)}, {"lengths": (17, 1), "dtype": torch.float16}],
     models={
         "qwen4_exp GDN prefill": {"lengths": (8192,), "channels": 10240, "dtype": torch.bfloat16},
         "qwen4_exp n-gram prefill": {"lengths": (8192,), "channels": 10240, "dilation": 3, "dtype": torch.bfloat16},
@@ -121,6 +122,7 @@ causal_conv_update = CaseSet(
         for q_len, dropped, padding in ((1, 4, "none"), (4, 0, "middle"), (4, 4, "middle"), (2, 4, "none"))
         for dilation, dtype in ((1, torch.float32), (3, torch.bfloat16))
     ],
+    shrink=[{"batch": 3}, {"batch": 2, "dtype": torch.float16}],
     models={
         "qwen4_exp GDN decode": {"batch": 32, "channels": 10240, "dtype": torch.bfloat16},
         "qwen4_exp GDN verify": {

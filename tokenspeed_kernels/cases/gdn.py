@@ -1,5 +1,6 @@
 """Inputs for the gated delta rule."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ def _inputs(p: Params, make: Make, *rows: int, valid: Tensor) -> dict[str, Any]:
         # Tokens that write over each other: within a chunk their updates depend on one another as much as they can.
         k = 0.2 * k + make.normal(k_heads, p["d_k"])
     if not p["normalise"]:
-        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+        # Some as long as the rule allows without growing, others so short that normalising them would show.
+        q, k = (
+            torch.nn.functional.normalize(x, dim=-1) * make.uniform(*rows, k_heads, 1, low=0.5, high=1.0)
+            for x in (q, k)
+        )
     v = make.normal(*rows, v_heads, p["d_v"])
     g = {
         "usual": -make.uniform(*rows, v_heads, low=0.0, high=1.5),
@@ -89,8 +94,20 @@ def _gdn_verify(p: Params, make: Make) -> dict[str, Any]:
     return inputs | {"initial_slots": initial, "slots": slots, "state": state}
 
 
+def _buffers(p: Params, make: Make, slots: Tensor, kept: Tensor, capacity: int) -> dict[str, Any]:
+    """Pool and buffers of kept tokens; rows that are not kept hold NaN."""
+    pool = slots.numel() + SPARE_SLOTS
+    valid = torch.zeros(pool, capacity, dtype=torch.bool)
+    for slot, count in zip(slots.tolist(), kept.tolist(), strict=True):
+        if slot >= 0:
+            valid[slot, :count] = True
+    old = _inputs({**p, "strided": False}, make, pool, capacity, valid=valid)
+    buffers = {f"kept_{name}": old[name] for name in ("k", "v", "g", "beta")}
+    return buffers | {"slots": slots, "kept": kept, "state": _pool(p, make, pool, slots)}
+
+
 def _gdn_verify_replay(p: Params, make: Make) -> dict[str, Any]:
-    batch, q_len, pool = p["batch"], p["q_len"], p["batch"] + SPARE_SLOTS
+    batch, q_len = p["batch"], p["q_len"]
     capacity = p["rounds"] * q_len + p["rounds"] // 3
     slots = choose_slots(make, batch, p["padding"])
     kept = {
@@ -100,14 +117,20 @@ def _gdn_verify_replay(p: Params, make: Make) -> dict[str, Any]:
         "folds": torch.full((batch,), min(capacity - q_len + 1, capacity), dtype=torch.int32),
         "full": torch.full((batch,), capacity, dtype=torch.int32),
     }[p["kept"]]
-    valid = torch.zeros(pool, capacity, dtype=torch.bool)
-    for slot, count in zip(slots.tolist(), kept.tolist(), strict=True):
-        if slot >= 0:
-            valid[slot, :count] = True
-    old = _inputs({**p, "strided": False}, make, pool, capacity, valid=valid)
     inputs = _inputs(p, make, batch, q_len, valid=slots >= 0)
-    buffers = {f"kept_{name}": old[name] for name in ("k", "v", "g", "beta")}
-    return inputs | buffers | {"slots": slots, "kept": kept, "state": _pool(p, make, pool, slots)}
+    return inputs | _buffers(p, make, slots, kept, capacity)
+
+
+def _gdn_fold(p: Params, make: Make) -> dict[str, Any]:
+    batch, capacity = p["batch"], p["capacity"]
+    kept = {
+        "random": make.integers(batch, low=0, high=capacity + 1),
+        "some": torch.where(torch.arange(batch) % 2 == 1, capacity, 0).int(),
+        "zero": torch.zeros(batch, dtype=torch.int32),
+        "full": torch.full((batch,), capacity, dtype=torch.int32),
+    }[p["kept"]]
+    buffers = _buffers(p, make, choose_slots(make, batch, p["padding"]), kept, capacity)
+    return buffers | {"normalise": p["normalise"]}
 
 
 def _gated_rms_norm(p: Params, make: Make) -> dict[str, Any]:
@@ -146,6 +169,7 @@ gdn_gates = CaseSet(
         "strided": [False, True],
     },
     build=_gdn_gates,
+    shrink=[{"tokens": 5}],
     models={"qwen4_exp decode": {"tokens": 32, "dtype": torch.bfloat16}},
 )
 
@@ -153,6 +177,7 @@ gdn_decode = CaseSet(
     axes={"batch": [3, 0, 1, 7], **_RULE},
     build=_gdn_decode,
     edges=[_BF16, {**_BF16, "state_dtype": torch.bfloat16, "gates": "strong"}],
+    shrink=[{"batch": 2, "padding": "ends"}],
     models={"qwen4_exp decode": {"batch": 32, **_QWEN}, "qwen4_exp decode, one request": {"batch": 1, **_QWEN}},
 )
 
@@ -171,6 +196,7 @@ gdn_prefill = CaseSet(
             {"lengths": (64, 63, 1), **_BF16},
         )
     ],
+    shrink=[{"lengths": (3, 1)}],
     models={
         "qwen4_exp prefill": {"lengths": (8192,), **_QWEN},
         "qwen4_exp prefill, agent turns": {"lengths": (800,) * 10, "fresh": "none", **_QWEN},
@@ -181,8 +207,17 @@ gdn_verify = CaseSet(
     axes={"batch": [2, 0, 1, 4], "q_len": [2, 1, 4, 8], "keep": ["all", "last", "in place"], **_RULE},
     build=_gdn_verify,
     edges=[_BF16, {**_BF16, "keep": "last", "gates": "strong"}],
-    models={"qwen4_exp verify, 3 drafts": {"batch": 32, **_QWEN}},
+    shrink=[{"batch": 1}],
+    models={"qwen4_exp verify, 3 drafts": {"batch": 32, "q_len": 4, **_QWEN}},
 )
+
+def _count_kept(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Sequences that are no padding, their kept tokens, and those of them that fold."""
+    kept = arguments["kept"][arguments["slots"] >= 0]
+    folds = kept + arguments["k"].shape[1] > arguments["kept_k"].shape[1]
+    return {"sequences": kept.numel(), "kept_tokens": int(kept.sum()), "folded": int(folds.sum())}
+
+
 
 gdn_verify_replay = CaseSet(
     axes={
@@ -193,8 +228,27 @@ gdn_verify_replay = CaseSet(
         **_RULE,
     },
     build=_gdn_verify_replay,
+    counts=_count_kept,
     edges=[{**_BF16, "kept": kept, "rounds": 3} for kept in ("fits", "folds")],
-    models={"qwen4_exp verify, 3 drafts": {"batch": 32, **_QWEN}},
+    shrink=[{"batch": 1}],
+    models={"qwen4_exp verify, 3 drafts": {"batch": 32, "q_len": 4, **_QWEN}},
+)
+
+gdn_fold = CaseSet(
+    axes={
+        "batch": [3, 0, 1, 4],
+        "capacity": [4, 0, 1, 8, 13],
+        # "some": nothing of the first sequence, everything of the next, and so on.
+        "kept": ["random", "some", "zero", "full"],
+        **{axis: values for axis, values in _RULE.items() if axis != "strided"},
+    },
+    build=_gdn_fold,
+    edges=[
+        *({"dtype": torch.bfloat16, "padding": "middle", "kept": kept} for kept in ("some", "full")),
+        {"batch": 1, "capacity": 70, "kept": "full", "gates": "strong", "d_k": 16, "d_v": 24},
+    ],
+    shrink=[{"batch": 1}],
+    models={"qwen4_exp, 3 drafts": {"batch": 32, "capacity": 8, **_QWEN}},
 )
 
 gated_rms_norm = CaseSet(
@@ -210,5 +264,6 @@ gated_rms_norm = CaseSet(
         "strided": [False, True],
     },
     build=_gated_rms_norm,
+    shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models={"qwen4_exp prefill": {"tokens": 8192, "heads": 48, "dtype": torch.bfloat16}},
 )

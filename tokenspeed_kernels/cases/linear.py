@@ -25,7 +25,7 @@ def _linear(p: Params, make: Make) -> dict[str, Any]:
 linear = CaseSet(
     axes={
         "tokens": [3, 0, 1, 17],
-        "in_features": [64, 1, 37, 512],
+        "in_features": [64, 1, 37, 272, 512],
         "out_features": [48, 1, 19, 256],
         "dtype": FLOATS,
         "weight_dtype": [None, *FLOATS],
@@ -36,9 +36,13 @@ linear = CaseSet(
     build=_linear,
     edges=[
         *({"tokens": 17, "in_features": 37, "dtype": dtype, "strided": True} for dtype in FLOATS),
-        *({"dtype": torch.bfloat16, "weight_dtype": torch.float32, "out_dtype": dtype, "bias": True} for dtype in FLOATS),
+        *(
+            {"dtype": torch.bfloat16, "weight_dtype": torch.float32, "out_dtype": dtype, "bias": True}
+            for dtype in FLOATS
+        ),
         *({"dtype": dtype, "out_dtype": torch.float32, "bias": True} for dtype in (torch.bfloat16, torch.float16)),
     ],
+    shrink=[{"tokens": 3, "out_features": 640}, {"tokens": 17, "out_features": 640, "strided": True}],
     models={
         "qwen4_exp language head": {
             "tokens": 32,
@@ -86,5 +90,6 @@ embedding = CaseSet(
         "padding": [False, True],
     },
     build=_embedding,
+    shrink=[{"tokens": 5, "vocab": 300}],
     models={"qwen4_exp tokens": {"tokens": 512, "vocab": 248320, "hidden": 2560, "dtype": torch.bfloat16}},
 )

@@ -3,26 +3,40 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenspeed_kernels.cases.linear import FLOATS
 from tokenspeed_kernels.cases.paging import strided
-from tokenspeed_kernels.quantise import to_fp8_block, to_nvfp4
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
+FP8 = torch.float8_e4m3fn
 
-def _linear(p: Params, make: Make) -> tuple[torch.Tensor, torch.Tensor]:
-    """Activations, and weights of which rows and columns differ widely in size, so that each scale matters."""
-    tokens, in_features, out_features = p["tokens"], p["in_features"], p["out_features"]
-    x = make.normal(tokens, in_features, dtype=p["dtype"])
-    weight = make.normal(out_features, in_features, scale=in_features**-0.5)
-    weight *= 2.0 ** make.integers(out_features, 1, low=-3, high=4) * 2.0 ** make.integers(in_features, low=-3, high=4)
-    return strided(x) if p["strided"] else x, weight
+
+def fp8_block_weight(make: Make, *shape: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A matrix, or a stack, with random scales: the mean square of a value is about 1/in."""
+    blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    weight = make.normal(*shape, dtype=FP8, scale=32.0)
+    return weight, make.uniform(*blocks, low=0.2, high=1.6, dtype=scale_dtype) * (shape[-1] ** -0.5 / 32)
+
+
+def nvfp4_weight(make: Make, *shape: int) -> tuple[Tensor, Tensor]:
+    """A matrix, or a stack, of random codes and scales: the mean square of a value without the global scale is 8."""
+    # The bytes of Gaussian values, which are fast to draw, hold every code.
+    packed = make.normal(*shape[:-1], shape[-1] // 8).view(torch.uint8)
+    return packed, make.uniform(*shape[:-1], shape[-1] // 16, low=0.2, high=1.6).to(FP8)
+
+
+def _x(p: Params, make: Make) -> Tensor:
+    x = make.normal(p["tokens"], p["in_features"], dtype=p["dtype"])
+    return strided(x) if p["strided"] else x
 
 
 def _linear_fp8_block(p: Params, make: Make) -> dict[str, Any]:
-    x, weight = _linear(p, make)
-    quantised, scale = to_fp8_block(weight)
-    return {"x": x, "weight": quantised, "scale": scale.to(p["scale_dtype"])}
+    weight, scale = fp8_block_weight(make, p["out_features"], p["in_features"], scale_dtype=p["scale_dtype"])
+    x = _x(p, make)
+    if p["out_features"] == 1:  # a lone sum that cancels has no size to measure its error by
+        x, weight = x.abs(), weight.float().abs().to(FP8)
+    return {"x": x, "weight": weight, "scale": scale}
 
 
 linear_fp8_block = CaseSet(
@@ -36,6 +50,7 @@ linear_fp8_block = CaseSet(
     },
     build=_linear_fp8_block,
     edges=[{"in_features": 37, "tokens": 17, "dtype": dtype, "strided": True} for dtype in FLOATS],
+    shrink=[{"tokens": 3, "out_features": 136}, {"tokens": 17, "out_features": 136, "strided": True}],
     models={
         "deepseek_v3 query up, decode": {
             "tokens": 32,
@@ -60,9 +75,12 @@ linear_fp8_block = CaseSet(
 
 
 def _linear_nvfp4(p: Params, make: Make) -> dict[str, Any]:
-    x, weight = _linear(p, make)
-    packed, scale, global_scale = to_nvfp4(weight)
-    return {"x": x, "weight": packed, "scale": scale, "global_scale": global_scale}
+    weight, scale = nvfp4_weight(make, p["out_features"], p["in_features"])
+    x = _x(p, make)
+    if p["out_features"] == 1:  # as above; 0x77 leaves the sign bits out
+        x, weight = x.abs(), weight & 0x77
+    global_scale = make.uniform(1, low=0.5, high=1.5) * (p["in_features"] ** -0.5 / 3)
+    return {"x": x, "weight": weight, "scale": scale, "global_scale": global_scale}
 
 
 linear_nvfp4 = CaseSet(
@@ -75,6 +93,7 @@ linear_nvfp4 = CaseSet(
     },
     build=_linear_nvfp4,
     edges=[{"tokens": 17, "in_features": 48, "dtype": dtype, "strided": True} for dtype in FLOATS],
+    shrink=[{"tokens": 3, "out_features": 136}],
     models={
         "deepseek_v3 shared expert gate and up, decode": {
             "tokens": 32,

@@ -1,13 +1,24 @@
 """Inputs for multi-head latent attention."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from tokenspeed_kernels.cases.paging import cu_seqlens, distinct_slots, page_table, paged_cache, strided
+from tokenspeed_kernels.cases.paging import (
+    add_extremes,
+    cu_seqlens,
+    distinct_slots,
+    page_table,
+    paged_cache,
+    scale_tensor,
+    scaled_cache,
+    strided,
+)
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = torch.float8_e4m3fn
 
 
 def _merge_states(p: Params, make: Make) -> dict[str, Any]:
@@ -33,6 +44,7 @@ merge_states = CaseSet(
         "empty_rows": [False, True],
     },
     build=_merge_states,
+    shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16, "empty_rows": True}],
     models={"deepseek_v3 prefill with cached prefix": {"tokens": 8192, "heads": 16, "dim": 128}},
 )
 
@@ -47,15 +59,16 @@ def _mla_decode(p: Params, make: Make) -> dict[str, Any]:
         lengths[::2] = [0] * len(lengths[::2])
         lengths[0] = q_len // 2
     table, pages = page_table(make, lengths, p["page"])
-    cache = paged_cache(make, table, lengths, pages, p["page"], row, dtype=p["dtype"])
+    cache = paged_cache(make, table, lengths, pages, p["page"], row, dtype=torch.float32)
     if p["outlier"]:
         for entries, length in zip(table.tolist(), lengths, strict=True):
             for position in range(max(length - q_len + 1, 0), length):
-                cache[entries[position // p["page"]], position % p["page"], : p["latent"]] *= 1000.0
+                cache[entries[position // p["page"]], position % p["page"], : p["latent"]] *= 100.0
     q = make.normal(p["batch"], q_len, p["heads"], row, dtype=p["dtype"])
     if p["outlier"]:
         # The outliers are values only: as keys they would take all the weight from the others.
         q[..., : p["latent"]] = 0
+    cache = scaled_cache(cache, p["cache_dtype"] or p["dtype"], p["kv_scale"])
     return {
         "q": q,
         "kv_cache": strided(cache, dim=p["strided"]) if p["strided"] else cache,
@@ -63,11 +76,20 @@ def _mla_decode(p: Params, make: Make) -> dict[str, Any]:
         "seq_lens": torch.tensor(lengths, dtype=torch.int32),
         "latent": p["latent"],
         "scale": row**-0.5,
+        "kv_scale": scale_tensor(p["kv_scale"]),
     }
 
 
+# The dtype of the cache, None for that of the model, and its scale, None for none.
+_CACHE: dict[str, list[Any]] = {"cache_dtype": [None, FP8], "kv_scale": [None, 0.02, 3.0]}
+_EXTREMES = [(None, torch.float32), (None, torch.bfloat16), (3.0, torch.float16)]
 _DEEPSEEK: dict[str, Any] = {"latent": 512, "rope": 64, "page": 64, "dtype": torch.bfloat16}
 _DEEPSEEK_DECODE = _DEEPSEEK | {"heads": 128, "longest": 8192}
+
+def _count_cached(arguments: Mapping[str, Any]) -> dict[str, int]:
+    return {"cached_tokens": int(arguments["seq_lens"].sum())}
+
+
 
 mla_decode = CaseSet(
     axes={
@@ -84,8 +106,10 @@ mla_decode = CaseSet(
         "outlier": [False, True],
         # The dim of the cache that has gaps, 0 for none: between pages' rows, or in rows.
         "strided": [0, 1, 2],
+        **_CACHE,
     },
     build=_mla_decode,
+    counts=_count_cached,
     edges=[
         {"q_len": 4, "outlier": True, "page": 1},
         {"q_len": 8, "outlier": True, "longest": 57, "page": 64},
@@ -98,10 +122,15 @@ mla_decode = CaseSet(
         _DEEPSEEK | {"strided": 1, "heads": 16},
         _DEEPSEEK | {"dtype": torch.float16, "heads": 16},
         _DEEPSEEK | {"page": 32, "heads": 16},
+        {"cache_dtype": FP8, "kv_scale": 0.02, "dtype": torch.bfloat16, "strided": 1},
+        *(_DEEPSEEK | {"cache_dtype": FP8, "kv_scale": scale, "heads": 16, "q_len": 2} for scale in (None, 0.1)),
     ],
+    shrink=[{"batch": 2, "longest": 70}],
     models={
         "deepseek_v3 decode": _DEEPSEEK_DECODE | {"batch": 32, "q_len": 1},
         "deepseek_v3 verify": _DEEPSEEK_DECODE | {"batch": 16, "q_len": 4},
+        "deepseek_v3 decode, fp8 cache": _DEEPSEEK_DECODE
+        | {"batch": 32, "q_len": 1, "cache_dtype": FP8, "kv_scale": 0.1},
         "deepseek_v3 decode, 16 heads a rank": _DEEPSEEK_DECODE | {"batch": 64, "q_len": 1, "heads": 16},
         "kimi_k2 decode": _DEEPSEEK_DECODE | {"batch": 32, "q_len": 1, "heads": 64},
     },
@@ -150,6 +179,7 @@ mla_prefill = CaseSet(
         _DEEPSEEK_WIDE | {"causal": False, "strided": True, "before": 70},
         _DEEPSEEK_WIDE | {"dtype": torch.float16, "heads": 16},
     ],
+    shrink=[{"new": (5, 0, 3), "before": 70}],
     models={
         "deepseek_v3 prefill": _DEEPSEEK_PREFILL | {"new": (8192,), "before": 0},
         "deepseek_v3 cached prefix": _DEEPSEEK_PREFILL | {"new": (2048,), "before": 8192, "causal": False},
@@ -161,15 +191,18 @@ mla_prefill = CaseSet(
 def _mla_cache_write(p: Params, make: Make) -> dict[str, Any]:
     row = p["latent"] + p["rope"]
     pages = max(p["pages"], -(-p["tokens"] // p["page"]))
-    cache = make.normal(pages, p["page"], row, dtype=p["dtype"])
+    cache = make.normal(pages, p["page"], row).to(p["cache_dtype"] or p["dtype"])
     latent = make.normal(p["tokens"], p["latent"], dtype=p["dtype"])
     k_rope = make.normal(p["tokens"], p["rope"], dtype=p["dtype"])
+    if p["extremes"]:
+        add_extremes(latent, k_rope)
     padding = {"none": 0, "some": (p["tokens"] + 1) // 2, "all": p["tokens"]}[p["padding"]]
     return {
         "latent": strided(latent) if p["strided"] else latent,
         "k_rope": strided(k_rope) if p["strided"] else k_rope,
         "slot_mapping": distinct_slots(make, p["tokens"], pages * p["page"], padding=padding, dtype=torch.int64),
         "kv_cache": strided(cache, dim=1) if p["strided"] else cache,
+        "kv_scale": scale_tensor(p["kv_scale"]),
     }
 
 
@@ -183,8 +216,20 @@ mla_cache_write = CaseSet(
         "dtype": FLOATS,
         "padding": ["none", "some", "all"],
         "strided": [False, True],
+        "extremes": [False, True],
+        **_CACHE,
     },
     build=_mla_cache_write,
-    edges=[_DEEPSEEK | {"padding": padding, "strided": strided} for padding in ("none", "some") for strided in (0, 1)],
-    models={"deepseek_v3 prefill": _DEEPSEEK | {"tokens": 8192, "pages": 1024, "strided": True}},
+    edges=[
+        *(_DEEPSEEK | {"padding": padding, "strided": strided} for padding in ("none", "some") for strided in (0, 1)),
+        *(_DEEPSEEK | {"cache_dtype": FP8, "kv_scale": scale, "padding": "some"} for scale in (None, 0.1)),
+        {"cache_dtype": FP8, "kv_scale": 0.02, "dtype": torch.bfloat16, "strided": True, "tokens": 20},
+        *({"cache_dtype": FP8, "kv_scale": scale, "extremes": True, "dtype": dtype} for scale, dtype in _EXTREMES),
+    ],
+    shrink=[{"tokens": 5, "pages": 6}],
+    models={
+        "deepseek_v3 prefill": _DEEPSEEK | {"tokens": 8192, "pages": 1024, "strided": True},
+        "deepseek_v3 prefill, fp8 cache": _DEEPSEEK
+        | {"tokens": 8192, "pages": 1024, "strided": True, "cache_dtype": FP8, "kv_scale": 0.1},
+    },
 )

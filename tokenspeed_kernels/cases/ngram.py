@@ -49,6 +49,8 @@ def _table(p: Params, make: Make, rows: int) -> dict[str, Any]:
         "table": make.normal(rows, p["dim"]).to(p["table_dtype"]),
         "scale": None if scales is None else make.uniform(scales, low=0.01, high=2.0),
         "dtype": p["dtype"],
+        # A shard of the second half of a larger table: about half the rows belong to another.
+        "first_row": rows // 2 if p["shard"] else None,
     }
 
 
@@ -120,6 +122,7 @@ _LOOKUP_AXES: Params = {
     "table_dtype": TABLES,
     "dtype": FLOATS,
     "scale": ["none", "one", "row"],
+    "shard": [False, True],
 }
 _STREAM_AXES: Params = {"tokens": [3, 0, 1, 17], "streams": [4, 1, 2], "hidden": [32, 2, 41], "dtype": FLOATS}
 
@@ -130,6 +133,7 @@ _REAL_ROWS = {"heads": 16, "dim": 160, "dtype": torch.bfloat16}
 ngram_hash = CaseSet(
     axes=_HASH_AXES,
     build=lambda p, make: {**_text(p, make), **_hash(p, make)},
+    shrink=[{"lengths": [3, 4, 1]}],
     models={
         "qwen4_exp decode": {**_REAL_HASH, "lengths": [1] * 32},
         "qwen4_exp prefill": {**_REAL_HASH, "lengths": [8192]},
@@ -150,6 +154,7 @@ ngram_lookup = CaseSet(
         {"table_dtype": torch.bfloat16, "dtype": torch.bfloat16, "padding": True},
     ],
     # A million rows stand in for the model's 320 million, of which each call reads as few.
+    shrink=[{"tokens": 3, "table_rows": 50}, {"tokens": 17, "table_rows": 50, "dtype": torch.float16}],
     models={
         "qwen4_exp decode": {**_REAL_ROWS, "tokens": 32, "table_rows": 1 << 20, "table_dtype": torch.bfloat16},
         "qwen4_exp prefill, fp8 table": {
@@ -166,6 +171,7 @@ ngram_embed = CaseSet(
     axes={**_HASH_AXES, "modulus": [11, 2, 101], **_LOOKUP_AXES},
     build=_ngram_embed,
     edges=[{"table_dtype": torch.float8_e4m3fn, "scale": "row", "padding": True}],
+    shrink=[{"lengths": [3, 4, 1], "modulus": 101}, {"lengths": [17], "modulus": 101, "dtype": torch.float16}],
     models={
         "qwen4_exp decode": {
             **_REAL_HASH,
@@ -181,6 +187,7 @@ ngram_embed = CaseSet(
 ngram_gate = CaseSet(
     axes={**_STREAM_AXES, "magnitude": [1.0, 1e-3, 100.0], "score": ["usual", "zero", "clamped"]},
     build=_ngram_gate,
+    shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models={
         "qwen4_exp decode": {**_REAL_STREAMS, "tokens": 32},
         "qwen4_exp prefill": {**_REAL_STREAMS, "tokens": 8192},
@@ -191,6 +198,7 @@ ngram_inject = CaseSet(
     axes={**_STREAM_AXES, "cancels": [False, True]},
     build=_ngram_inject,
     edges=[{"cancels": True, "dtype": dtype} for dtype in FLOATS[1:]],
+    shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models={
         "qwen4_exp decode": {**_REAL_STREAMS, "tokens": 32},
         "qwen4_exp prefill": {**_REAL_STREAMS, "tokens": 8192},

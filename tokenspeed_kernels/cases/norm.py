@@ -35,6 +35,7 @@ rms_norm = CaseSet(
     axes=_AXES,
     build=lambda p, make: _arguments(p, make),
     edges=[{"magnitude": 0.0}, *({"dim": dim, "dtype": torch.bfloat16} for dim in (512, 2560, 7168, 10240))],
+    shrink=[{"rows": 3}, {"rows": 17, "dtype": torch.float16}],
     models={
         "qwen4_exp query heads": {"rows": 24 * 512, "dim": 256, "dtype": torch.bfloat16, "zero_centred": True},
         "qwen4_exp draft hidden": {"rows": 512, "dim": 10240, "dtype": torch.bfloat16, "zero_centred": True},
@@ -43,10 +44,28 @@ rms_norm = CaseSet(
     },
 )
 
+
+def _add_rms_norm(p: Params, make: Make) -> dict[str, Any]:
+    residual = make.normal(p["rows"], p["dim"], dtype=p["dtype"], scale=p["magnitude"])
+    return _arguments(p, make) | {"residual": strided(residual) if p["strided"] else residual}
+
+
+add_rms_norm = CaseSet(
+    axes=_AXES,
+    build=_add_rms_norm,
+    edges=rms_norm.edges,
+    shrink=[{"rows": 3}, {"rows": 17, "dtype": torch.float16}],
+    models={
+        "deepseek_v3 layer": {"rows": 512, "dim": 7168, "dtype": torch.bfloat16},
+        "deepseek_v3 decode": {"rows": 32, "dim": 7168, "dtype": torch.bfloat16},
+    },
+)
+
 grouped_rms_norm = CaseSet(
     axes=_AXES | {"groups": [4, 1, 3]},
     build=lambda p, make: _arguments(p, make, p["groups"]),
     edges=[{"magnitude": 0.0}, {"dim": 2560, "dtype": torch.bfloat16, "zero_centred": True}],
+    shrink=[{"rows": 3}, {"rows": 17, "dtype": torch.float16}],
     models={
         "qwen4_exp streams": {"rows": 512, "groups": 4, "dim": 2560, "dtype": torch.bfloat16, "zero_centred": True}
     },

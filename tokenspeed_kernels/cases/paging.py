@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tokenspeed_kernels.scaled_cache import stored
 from tokenspeed_registry.cases import Make
 
 
@@ -36,11 +37,30 @@ def paged_cache(
     make: Make, table: Tensor, lengths: Sequence[int], pages: int, page: int, *row: int, dtype: torch.dtype
 ) -> Tensor:
     """A cache [pages, page, *row] with Gaussian rows where a sequence has tokens, and NaN everywhere else."""
-    cache = make.normal(pages * page, *row, dtype=dtype)
+    cache = make.normal(pages * page, *row)
     unused = torch.ones(pages * page, dtype=torch.bool)
     unused[token_slots(table, lengths, lengths, page)] = False
     cache[unused] = torch.nan
-    return cache.reshape(pages, page, *row)
+    return cache.reshape(pages, page, *row).to(dtype)
+
+
+def scaled_cache(cache: Tensor, dtype: torch.dtype, scale: float | None) -> Tensor:
+    """What a cache of `dtype` with this scale holds of the float32 values of `cache`."""
+    return stored(cache, scale_tensor(scale), dtype)
+
+
+def scale_tensor(scale: float | None) -> Tensor | None:
+    """A scale as the ops take it."""
+    return None if scale is None else torch.tensor([scale], dtype=torch.float32)
+
+
+def add_extremes(*tokens: Tensor) -> None:
+    """Puts NaN and numbers past the range of float8_e4m3fn among the values, and some below its normal numbers."""
+    for x in tokens:
+        flat = x.view(-1)
+        flat[: len(flat) // 2] *= 1e-3
+        for place, value in enumerate((1e4, torch.nan, -1e4)):
+            flat[place * len(flat) // 3 :][:1] = value
 
 
 def distinct_slots(make: Make, count: int, slots: int, *, padding: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -17,7 +17,13 @@ _AXES: Params = {
     # At 1e-3 the epsilon decides the norm.
     "magnitude": [1.0, 1e-3, 300.0],
 }
-_MIX_AXES: Params = {**_AXES, "rank": [8, 1, 5], "injects": [True, False], "eps": [1e-6, 1e-3]}
+_MIX_AXES: Params = {
+    **_AXES,
+    "rank": [8, 1, 5],
+    "injects": [True, False],
+    "eps": [1e-6, 1e-3],
+    "weights": ["as x", "float8", "float8 unscaled"],
+}
 _CANCELLING = [{"cancels": True, "dtype": torch.bfloat16}]
 _MODELS = {
     "qwen4_exp decode": {"tokens": 32, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},
@@ -38,13 +44,21 @@ def _weights(p: Params, make: Make) -> dict[str, Any]:
     gates = p["streams"] if p["injects"] else 0
     # The inputs are divided by the number of streams before silu and sigmoid.
     scale = p["streams"] * width**-0.5
-    return {
+    arguments: dict[str, Any] = {
         "norm_weight": make.normal(p["streams"], p["hidden"], dtype=p["dtype"], scale=0.3),
         "w_down": make.normal(p["rank"], width, dtype=p["dtype"], scale=scale),
         "w_up": make.normal(width, p["rank"], dtype=p["dtype"], scale=2 * p["rank"] ** -0.5),
         "w_inject": make.normal(gates, width, dtype=p["dtype"], scale=scale),
         "eps": p["eps"],
     }
+    if p["weights"] != "as x":
+        for weight, factor in (("w_down", "down_scale"), ("w_up", "up_scale")):
+            rows = arguments[weight].float()
+            if p["weights"] == "float8":
+                arguments[factor] = rows.abs().amax(1).clamp_min(1e-6) / 448
+                rows = rows / arguments[factor][:, None]
+            arguments[weight] = rows.to(torch.float8_e4m3fn)
+    return arguments
 
 
 def _injection(p: Params, make: Make) -> dict[str, Any]:
@@ -61,6 +75,7 @@ def _injection(p: Params, make: Make) -> dict[str, Any]:
 residual_mix = CaseSet(
     axes=_MIX_AXES,
     build=lambda p, make: {"x": _streams(p, make), **_weights(p, make)},
+    shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
 )
 
@@ -68,6 +83,7 @@ residual_inject = CaseSet(
     axes={**_AXES, "cancels": [False, True]},
     build=_injection,
     edges=_CANCELLING,
+    shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MODELS,
 )
 
@@ -75,5 +91,6 @@ residual_inject_mix = CaseSet(
     axes={**_MIX_AXES, "cancels": [False, True]},
     build=lambda p, make: {**_injection(p, make), **_weights(p, make)},
     edges=_CANCELLING,
+    shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
 )

@@ -43,6 +43,7 @@ rope = CaseSet(
         {"dim": 256, "half": 32, "heads": 24, "dtype": torch.bfloat16, "theta": 1e7},
         {"dim": 64, "half": 32, "heads": 16, "dtype": torch.bfloat16, "style": "interleaved"},
     ],
+    shrink=[{"tokens": 5}, {"tokens": 17, "dtype": torch.float16}],
     models={
         "qwen4_exp queries": _QWEN | {"heads": 24, "dim": 256},
         "qwen4_exp indexer": _QWEN | {"heads": 4, "dim": 128},

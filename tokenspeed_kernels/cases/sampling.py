@@ -137,6 +137,7 @@ sample = CaseSet(
         {"batch": 33, "kind": "ties", "top_k": [4], "uniform": "ends"},
         {"batch": 33, "vocab": 1000, "kind": "flat", "top_p": [0.5, 0.9]},
     ],
+    shrink=[{"batch": 1}],
     models={
         f"{model} decode": {"batch": 32, "vocab": vocab, "temperature": [0.7], "top_k": [20], "top_p": [0.95]}
         for model, vocab in _MODEL_VOCABULARIES.items()
@@ -149,6 +150,7 @@ logprobs = CaseSet(
     build=_logprobs,
     # Rounded logits hold zeros of both signs, which are equal.
     edges=[{"kind": "nan", "padding": True}, {"batch": 1, "kind": "peaked"}, {"kind": "ties", "top": 50}],
+    shrink=[{"batch": 1}],
     models={
         f"{model} decode": {"batch": 32, "vocab": vocab, "top": 20} for model, vocab in _MODEL_VOCABULARIES.items()
     },

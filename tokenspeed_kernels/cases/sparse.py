@@ -9,10 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernels.cases.paging import cu_seqlens, distinct_slots, page_table, paged_cache, strided
+from tokenspeed_kernels.cases.paging import (
+    cu_seqlens,
+    distinct_slots,
+    page_table,
+    paged_cache,
+    scale_tensor,
+    scaled_cache,
+    strided,
+)
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+FP8 = torch.float8_e4m3fn
 SEQUENCES: list[tuple[tuple[int, int], ...]] = [
     ((9, 2), (4, 4), (14, 3)),
     (),
@@ -65,7 +74,7 @@ def _index_cache_write(p: Params, make: Make) -> dict[str, Any]:
     return {
         "raw_k": strided(raw_k) if p["strided"] else raw_k,
         "ring": ring,
-        "block_cache": torch.full((pages, blocks, dim), torch.nan, dtype=dtype),
+        "block_cache": torch.full((pages, blocks, dim), torch.nan, dtype=p["cache_dtype"] or dtype),
         "page_table": table,
         "slots": slots,
         **packing,
@@ -90,13 +99,16 @@ index_cache_write = CaseSet(
         "padding": [0, 1, 4],
         "holes": [False, True],
         "strided": [False, True],
+        "cache_dtype": [None, FP8],
     },
     build=_index_cache_write,
     edges=[
         {"sequences": ((262_144, 5),), "blocks": 64},
         {"sequences": ((262_144, 5),), "blocks": 64, "dtype": torch.bfloat16},
         {"sequences": SEQUENCES[3], "padding": 1, "holes": True},
+        {"cache_dtype": FP8, "dtype": torch.bfloat16, "dim": 128, "half": 8},
     ],
+    shrink=[{"sequences": ((9, 1), (70, 4))}],
     models={
         "qwen4_exp decode": {"sequences": DECODE, **_QWEN4_INDEXER},
         "qwen4_exp verify": {"sequences": VERIFY, **_QWEN4_INDEXER},
@@ -105,13 +117,13 @@ index_cache_write = CaseSet(
 )
 
 
-def _index_scores(p: Params, make: Make) -> dict[str, Any]:
+def index_queries(p: Params, make: Make) -> dict[str, Any]:
     ratio, blocks, dim, dtype, sequences = p["ratio"], p["blocks"], p["dim"], p["dtype"], p["sequences"]
     lengths, new, packing = _packing(sequences)
     table, pages = page_table(make, lengths, blocks * ratio)
     complete = [length // ratio for length in lengths]
     q = make.normal(sum(new), p["heads"], dim, dtype=dtype)
-    cache = paged_cache(make, table, complete, pages, blocks, dim, dtype=dtype)
+    cache = paged_cache(make, table, complete, pages, blocks, dim, dtype=p["cache_dtype"] or dtype)
     if p["holes"]:
         _punch(make, table)
     return {
@@ -124,7 +136,7 @@ def _index_scores(p: Params, make: Make) -> dict[str, Any]:
     }
 
 
-_QWEN4_SCORES = {"ratio": 4, "blocks": 16, "dim": 128, "heads": 4, "dtype": torch.bfloat16}
+QWEN4_SCORES = {"ratio": 4, "blocks": 16, "dim": 128, "heads": 4, "dtype": torch.bfloat16}
 
 index_scores = CaseSet(
     axes={
@@ -137,12 +149,15 @@ index_scores = CaseSet(
         "dtype": FLOATS,
         "holes": [False, True],
         "strided": [False, True],
+        "cache_dtype": [None, FP8],
     },
-    build=_index_scores,
+    build=index_queries,
+    edges=[{"cache_dtype": FP8, "dtype": torch.bfloat16, "dim": 128, "holes": True}],
+    shrink=[{"sequences": ((9, 1), (70, 4))}],
     models={
-        "qwen4_exp decode": {"sequences": DECODE, **_QWEN4_SCORES},
-        "qwen4_exp verify": {"sequences": VERIFY, **_QWEN4_SCORES},
-        "qwen4_exp prefill": {"sequences": PREFILL, **_QWEN4_SCORES},
+        "qwen4_exp decode": {"sequences": DECODE, **QWEN4_SCORES},
+        "qwen4_exp verify": {"sequences": VERIFY, **QWEN4_SCORES},
+        "qwen4_exp prefill": {"sequences": PREFILL, **QWEN4_SCORES},
     },
 )
 
@@ -191,6 +206,7 @@ topk_blocks = CaseSet(
     },
     build=_topk_blocks,
     edges=[{"tokens": 33, "max_blocks": 300, "top_k": 64, "values": "ties"}],
+    shrink=[{"tokens": 3}, {"tokens": 17, "max_blocks": 300, "values": "ties"}],
     models={
         "qwen4_exp decode": {"tokens": 32, "max_blocks": 2048, "top_k": 512},
         "qwen4_exp prefill": {"tokens": 2048, "max_blocks": 2048, "top_k": 512},
@@ -219,7 +235,14 @@ def _sparse_attention(p: Params, make: Make) -> dict[str, Any]:
     lengths, new, packing = _packing(sequences)
     table, pages = page_table(make, lengths, page)
     q = make.normal(sum(new), heads, dim, dtype=dtype)
-    k, v = (paged_cache(make, table, lengths, pages, page, kv_heads, dim, dtype=dtype) for _ in "kv")
+    k, v = (
+        scaled_cache(
+            paged_cache(make, table, lengths, pages, page, kv_heads, dim, dtype=torch.float32),
+            p["cache_dtype"] or dtype,
+            scale,
+        )
+        for scale in p["scales"]
+    )
     if p["holes"]:
         _punch(make, table)
     return {
@@ -231,12 +254,32 @@ def _sparse_attention(p: Params, make: Make) -> dict[str, Any]:
         **packing,
         "ratio": ratio,
         "scale": dim**-0.5,
+        "k_scale": scale_tensor(p["scales"][0]),
+        "v_scale": scale_tensor(p["scales"][1]),
     }
 
 
 _QWEN4_ATTENTION = {
     "ratio": 4, "blocks": 16, "heads": (24, 2), "dim": 256, "top_k": 512, "chosen": "most", "dtype": torch.bfloat16
 }  # fmt: skip
+
+def _count_chosen(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Cached tokens that some query attends to, and pairs of a query and a token; absent pages count too."""
+    ratio, blocks, pairs, cached = arguments["ratio"], arguments["blocks"].long(), 0, 0
+    ends = arguments["cu_seqlens"].tolist()
+    for length, first, last in zip(arguments["seq_lens"].tolist(), ends, ends[1:], strict=False):
+        seen = torch.zeros(max(length, 0), dtype=torch.bool)
+        for row, position in zip(blocks[first:last].cpu(), range(length - last + first, length), strict=True):
+            if position >= 0:
+                complete = (position + 1) // ratio
+                chosen = row[(row >= 0) & (row < complete)]
+                seen[: complete * ratio].view(-1, ratio)[chosen] = True
+                seen[complete * ratio : position + 1] = True
+                pairs += chosen.numel() * ratio + position + 1 - complete * ratio
+        cached += int(seen.sum())
+    return {"cached_tokens": cached, "pairs": pairs}
+
+
 
 sparse_attention = CaseSet(
     axes={
@@ -250,11 +293,25 @@ sparse_attention = CaseSet(
         "dtype": FLOATS,
         "holes": [False, True],
         "strided": [False, True],
+        "cache_dtype": [None, FP8],
+        # Of keys and of values, None for none.
+        "scales": [(None, None), (0.05, 2.0), (None, 0.02)],
     },
     build=_sparse_attention,
-    edges=[{"sequences": SEQUENCES[6], "top_k": 64, "chosen": "wild"}],
+    counts=_count_chosen,
+    edges=[
+        {"sequences": SEQUENCES[6], "top_k": 64, "chosen": "wild"},
+        {"cache_dtype": FP8, "scales": (0.05, 2.0), "dtype": torch.bfloat16, "dim": 256, "heads": (24, 2)},
+    ],
+    shrink=[{"sequences": ((9, 1), (70, 4))}],
     models={
         "qwen4_exp decode": {"sequences": DECODE, **_QWEN4_ATTENTION},
+        "qwen4_exp decode, fp8 cache": {
+            "sequences": DECODE,
+            **_QWEN4_ATTENTION,
+            "cache_dtype": FP8,
+            "scales": (0.05, 0.1),
+        },
         "qwen4_exp verify": {"sequences": VERIFY, **_QWEN4_ATTENTION},
         "qwen4_exp prefill": {"sequences": PREFILL, **_QWEN4_ATTENTION},
     },

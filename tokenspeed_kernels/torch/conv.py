@@ -30,9 +30,7 @@ def causal_conv_prefill(
     seqs, history = slots.shape[0], state.shape[1]
     before = torch.where(fresh[:, None, None], 0, gather_rows(state, slots))
     rows = torch.cat([x.new_zeros(1, x.shape[1]), before.flatten(0, 1), x])
-    counted = torch.full_like(slots, history)  # [seqs] rows of each history
-    if dropped is not None:
-        counted = torch.where(fresh, history, history - dropped)
+    counted = torch.full_like(slots, history) if dropped is None else history - dropped  # [seqs] rows of each history
 
     def at(seq: Tensor, position: Tensor) -> Tensor:
         """Inputs at positions counted from a sequence's first new token; zero before the rows of its history."""
@@ -65,12 +63,11 @@ def causal_conv_update(
     batch, q_len, channels = x.shape
     history = state.shape[1]
     rows = torch.cat([x.new_zeros(batch, 1, channels), gather_rows(state, slots), x], 1)
-    counted = torch.full_like(slots, history) if dropped is None else history - dropped
-    counted = counted.unsqueeze(-1)  # [batch 1] rows of each history
+    counted = torch.full_like(slots, history) if dropped is None else history - dropped  # [batch] rows of each history
 
     def at(position: Tensor) -> Tensor:
         """Inputs at positions [batch n] counted from the first new token; zero before the rows of the history."""
-        row = torch.where(position < 0, (1 + counted + position).clamp_min(0), 1 + history + position)
+        row = torch.where(position < 0, (1 + counted.unsqueeze(-1) + position).clamp_min(0), 1 + history + position)
         return rows.gather(1, row.long().unsqueeze(-1).expand(-1, -1, channels))
 
     token = torch.arange(q_len, device=x.device).expand(batch, -1)

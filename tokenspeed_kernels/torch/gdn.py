@@ -143,19 +143,7 @@ def gdn_verify_replay(
     q_len, capacity = v.shape[1], kept_v.shape[1]
     if v.numel() == 0:
         return v.new_empty(v.shape) if out is None else out
-    committed = torch.arange(capacity, device=v.device) < kept.unsqueeze(-1)  # [batch capacity]
-
-    def by_head(x: Tensor) -> Tensor:  # [batch tokens heads ...] → [batch heads tokens ...]
-        return x.float().transpose(1, 2)
-
-    def replayed(buffer: Tensor) -> Tensor:
-        rows = gather_rows(buffer, slots)
-        return torch.where(committed.reshape(*committed.shape, *(1 for _ in rows.shape[2:])), rows, 0)
-
-    old_k, old_v, old_g, old_beta = (replayed(buffer) for buffer in (kept_k, kept_v, kept_g, kept_beta))
-    _, old_k = _queries_and_keys(old_k, old_k, v.shape[-2], scale, normalise)
-    old = prepare(*(by_head(x) for x in (old_k, old_k, old_v, old_g, old_beta)))
-    _, current = old.apply(gather_rows(state, slots).float())
+    current = _replay(state, kept_k, kept_v, kept_g, kept_beta, slots, kept, normalise)
     folded = kept + q_len > capacity
     scatter_rows(state, (torch.where(folded, slots, -1),), current)
 
@@ -166,8 +154,25 @@ def gdn_verify_replay(
         scatter_rows(buffer, places, new.flatten(0, 1))
 
     q, k = _queries_and_keys(q, k, v.shape[-2], scale, normalise)
-    o, _ = prepare(*(by_head(x) for x in (q, k, v, g, beta))).apply(current)
+    o, _ = prepare(*(_by_head(x) for x in (q, k, v, g, beta))).apply(current)
     return _finish(o.transpose(1, 2), slots >= 0, v.dtype, out)
+
+
+@kernel(gdn_speculative.gdn_fold, backend="torch")
+def gdn_fold(
+    state: Tensor,
+    kept_k: Tensor,
+    kept_v: Tensor,
+    kept_g: Tensor,
+    kept_beta: Tensor,
+    slots: Tensor,
+    kept: Tensor,
+    *,
+    normalise: bool = True,
+) -> None:
+    if kept_v.numel() and state.numel():
+        new = _replay(state, kept_k, kept_v, kept_g, kept_beta, slots, kept, normalise)
+        scatter_rows(state, (torch.where(kept > 0, slots, -1),), new)
 
 
 @kernel(gdn.gated_rms_norm, backend="torch")
@@ -194,6 +199,30 @@ def _queries_and_keys(q: Tensor, k: Tensor, v_heads: int, scale: float, normalis
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     repeats = v_heads // k.shape[-2]
     return (q * scale).repeat_interleave(repeats, -2), k.repeat_interleave(repeats, -2)
+
+
+def _replay(
+    state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, slots: Tensor, kept: Tensor, normalise: bool
+) -> Tensor:
+    """States [batch v_heads d_v d_k] of slots in float32 after the first `kept` tokens of their buffers.
+
+    The tokens are one chunk, whatever their number: few are kept, and the decays are exact over any length.
+    """
+    committed = torch.arange(v.shape[1], device=v.device) < kept.unsqueeze(-1)  # [batch capacity]
+
+    def rows(buffer: Tensor) -> Tensor:
+        own = gather_rows(buffer, slots)
+        return torch.where(committed.reshape(*committed.shape, *(1 for _ in own.shape[2:])), own, 0)
+
+    k, v, g, beta = (rows(buffer) for buffer in (k, v, g, beta))
+    _, k = _queries_and_keys(k, k, v.shape[-2], 1.0, normalise)
+    _, new = prepare(*(_by_head(x) for x in (k, k, v, g, beta))).apply(gather_rows(state, slots).float())
+    return new
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[batch tokens heads ...] → [batch heads tokens ...] in float32."""
+    return x.float().transpose(1, 2)
 
 
 def _step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,15 +30,16 @@ def embedding(ids: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tenso
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x · weightᵀ + bias rounded to `dtype`; in float32 where the library has no such product, or a wrong one."""
-    if x.dtype == weight.dtype == dtype and not reads_past_rows(x):
+    if x.dtype == weight.dtype == dtype and not reads_past_rows(x, x.shape[1]):
         return torch.nn.functional.linear(x, weight, bias)
     wide = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return wide.to(dtype)
 
 
-def reads_past_rows(*matrices: Tensor) -> bool:
-    """Whether a product of such rows is not to be trusted: oneDNN's AMX product reads past their ends.
+def reads_past_rows(x: Tensor, *widths: int) -> bool:
+    """Whether products of rows of these widths, in the dtype of `x`, are not to be trusted on its device.
 
-    A NaN in the next row, times zero, then spoils this one. Rows of whole 8 bytes are safe.
+    oneDNN's AMX product may read past the end of a row that does not fill its tiles of 64 bytes: a NaN in the next
+    row, times zero, then spoils this one.
     """
-    return any(m.is_cpu and m.dtype == torch.bfloat16 and m.shape[-1] % 4 != 0 for m in matrices)
+    return x.is_cpu and x.dtype == torch.bfloat16 and any(width % 32 != 0 for width in widths)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tokenspeed_kernels import linear_quantised
 from tokenspeed_kernels.quantise import from_fp8_block, from_nvfp4
-from tokenspeed_kernels.torch.linear import project
+from tokenspeed_kernels.torch.linear import project, reads_past_rows
 from tokenspeed_registry import copy_into, kernel
 
 
@@ -24,9 +24,9 @@ def linear_nvfp4(
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
-    return project(x, weight.to(widened(x.dtype)), None, x.dtype)
+    return project(x, weight.to(widened(x, x.shape[1])), None, x.dtype)
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for dequantised weights beside activations of `dtype`; small ones would vanish in float16."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+def widened(x: Tensor, *widths: int) -> torch.dtype:
+    """The dtype for dequantised weights with rows of these widths beside `x`; small weights would vanish in float16."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 and not reads_past_rows(x, *widths) else torch.float32

@@ -1,12 +1,21 @@
 """n-gram embeddings in plain torch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tokenspeed_kernels import ngram
-from tokenspeed_registry import copy_into, kernel
+from tokenspeed_kernels import ngram, ngram_block
+from tokenspeed_registry import OnHost, copy_into, kernel, vendor
 
 _LEAST_SCORE = 1e-6
+# A table in host memory is indexed there, and waiting for the rows to arrive keeps the call out of graphs.
+_FROM_HOST: dict[str, Any] = {
+    "requires": vendor("nvidia", "amd"),
+    "constraints": [OnHost("table").in_(True)],
+    "graph_capturable": False,
+}
+_ON_DEVICE = [OnHost("table").in_(False), OnHost("scale").in_(False)]
 
 
 @kernel(ngram.ngram_hash, backend="torch")
@@ -25,15 +34,56 @@ def ngram_hash(
     return rows if out is None else out.copy_(rows)
 
 
-@kernel(ngram.ngram_lookup, backend="torch")
-def ngram_lookup(
-    rows: Tensor, table: Tensor, scale: Tensor | None, *, dtype: torch.dtype, out: Tensor | None = None
+@kernel(ngram.ngram_lookup, backend="torch", name="torch.ngram_lookup_host", **_FROM_HOST)
+def ngram_lookup_host(
+    rows: Tensor,
+    table: Tensor,
+    scale: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    first_row: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    embedding = _lookup(rows, table, scale, dtype)
+    embedding = _lookup(rows, table, scale, dtype, first_row)
     return embedding if out is None else out.copy_(embedding)
 
 
-@kernel(ngram.ngram_embed, backend="torch")
+@kernel(ngram.ngram_lookup, backend="torch", constraints=_ON_DEVICE)
+def ngram_lookup(
+    rows: Tensor,
+    table: Tensor,
+    scale: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    first_row: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    embedding = _lookup(rows, table, scale, dtype, first_row)
+    return embedding if out is None else out.copy_(embedding)
+
+
+@kernel(ngram.ngram_embed, backend="torch", name="torch.ngram_embed_host", **_FROM_HOST)
+def ngram_embed_host(
+    ids: Tensor,
+    context: Tensor,
+    cu_seqlens: Tensor,
+    multipliers: Tensor,
+    moduli: Tensor,
+    offsets: Tensor,
+    table: Tensor,
+    scale: Tensor | None,
+    *,
+    eos: int,
+    dtype: torch.dtype,
+    first_row: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    rows = _hash(ids, context, cu_seqlens, multipliers, moduli, offsets, eos)
+    embedding = _lookup(rows, table, scale, dtype, first_row)
+    return embedding if out is None else out.copy_(embedding)
+
+
+@kernel(ngram.ngram_embed, backend="torch", constraints=_ON_DEVICE)
 def ngram_embed(
     ids: Tensor,
     context: Tensor,
@@ -46,13 +96,15 @@ def ngram_embed(
     *,
     eos: int,
     dtype: torch.dtype,
+    first_row: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    embedding = _lookup(_hash(ids, context, cu_seqlens, multipliers, moduli, offsets, eos), table, scale, dtype)
+    rows = _hash(ids, context, cu_seqlens, multipliers, moduli, offsets, eos)
+    embedding = _lookup(rows, table, scale, dtype, first_row)
     return embedding if out is None else out.copy_(embedding)
 
 
-@kernel(ngram.ngram_gate, backend="torch")
+@kernel(ngram_block.ngram_gate, backend="torch")
 def ngram_gate(
     x: Tensor,
     key: Tensor,
@@ -72,7 +124,7 @@ def ngram_gate(
     return results if out is None else copy_into(out, results)
 
 
-@kernel(ngram.ngram_inject, backend="torch")
+@kernel(ngram_block.ngram_inject, backend="torch")
 def ngram_inject(x: Tensor, gated: Tensor, conv: Tensor) -> None:
     x.copy_(x.float() + gated.float() + conv.float())
 
@@ -105,13 +157,20 @@ def _hash(
     return torch.cat(columns, 1).masked_fill((ids == -1).unsqueeze(1), -1)
 
 
-def _lookup(rows: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    flat = rows.flatten().clamp_min(0)  # padding reads row 0 and drops it
-    values = table[flat]
+def _lookup(rows: Tensor, table: Tensor, scale: Tensor | None, dtype: torch.dtype, first_row: int | None) -> Tensor:
+    local = rows.flatten() - (first_row or 0)
+    absent = (rows.flatten() == -1) | (local < 0) | (local >= table.shape[0])
+    flat = local.masked_fill(absent, 0)  # what is absent reads the first row and drops it
+    values = _rows_of(table, flat)
     if scale is not None:
-        values = values.float() * (scale if scale.shape[0] == 1 else scale[flat]).unsqueeze(1)
-    values = values.to(dtype).masked_fill((rows == -1).view(-1, 1), 0)
+        values = values.float() * (_rows_of(scale, flat) if scale.shape[0] > 1 else scale.to(rows.device)).unsqueeze(1)
+    values = values.to(dtype).masked_fill(absent.unsqueeze(1), 0)
     return values.view(rows.shape[0], rows.shape[1] * table.shape[1])
+
+
+def _rows_of(table: Tensor, index: Tensor) -> Tensor:
+    """table[index] on the device of `index`, wherever the table lies."""
+    return table[index.to(table.device)].to(index.device)
 
 
 def _grouped_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,6 +13,15 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool, out: 
     return normed if out is None else copy_into(out, normed)
 
 
+@kernel(norm.add_rms_norm, backend="torch")
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, zero_centred: bool, out: Tensor | None = None
+) -> Tensor:
+    residual += x  # torch adds half precision in float32
+    normed = _normalise(residual, weight, eps, zero_centred)
+    return normed if out is None else copy_into(out, normed)
+
+
 @kernel(norm.grouped_rms_norm, backend="torch")
 def grouped_rms_norm(x: Tensor, weight: Tensor, *, eps: float, zero_centred: bool, out: Tensor | None = None) -> Tensor:
     normed = _normalise(x, weight, eps, zero_centred)

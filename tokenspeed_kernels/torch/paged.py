@@ -87,14 +87,17 @@ def scatter_rows(pool: Tensor, index: tuple[Tensor, ...], rows: Tensor) -> None:
 
 
 def scatter_slots(cache: Tensor, slots: Tensor, rows: Tensor, scale: Tensor | None = None) -> None:
-    """Writes `rows` [count, ...] / `scale` [1] to slots (page·page_size + offset; -1: skipped) of a cache [pages, page, ...]."""
+    """Writes `rows` [count, ...] to slots (page·page_size + offset; -1: skipped) of a cache [pages, page, ...].
+
+    They are divided by `scale` [1] before their one rounding to the dtype of the cache.
+    """
     page = cache.shape[1]
     places = slots.div(page, rounding_mode="floor"), slots.remainder(page)
     scatter_rows(cache, places, narrowed(rows if scale is None else rows.float() / scale, cache.dtype))
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` rounded to `dtype`, whose float8_e4m3fn saturates: torch's own conversion overflows to NaN in some versions."""
+    """`x` rounded to `dtype`; float8_e4m3fn saturates, which torch's own conversion does in some versions only."""
     if dtype == torch.float8_e4m3fn:
         limit = torch.finfo(dtype).max
         x = x.clamp(-limit, limit)

@@ -1,12 +1,14 @@
 """Block-sparse attention with an indexer in plain torch."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenspeed_kernels import sparse
+from tokenspeed_kernels import sparse, sparse_select
 from tokenspeed_kernels.torch.norm import rms_norm
-from tokenspeed_kernels.torch.paged import gather_rows, reachable_pages, scatter_rows, token_positions
+from tokenspeed_kernels.torch.paged import narrowed, reachable_pages, scatter_rows, token_positions, wide_rows
 from tokenspeed_kernels.torch.rope import rope
 from tokenspeed_kernels.torch.topk import largest
 from tokenspeed_registry import kernel
@@ -49,7 +51,7 @@ def index_cache_write(
         block_keys = rope.function(normed.unsqueeze(1), block * ratio, inv_freq).squeeze(1)
         column = (block // blocks).clamp_max(page_table.shape[1] - 1)
         page = page_table.long()[sequence, column].masked_fill((slot < 0) | (position % ratio != ratio - 1), -1)
-        scatter_rows(block_cache, (page, block % blocks), block_keys)
+        scatter_rows(block_cache, (page, block % blocks), narrowed(block_keys, block_cache.dtype))
     # Of tokens that meet in one row of the ring the last one stays.
     replaced = position + ring_rows < seq_lens.long()[sequence]
     scatter_rows(ring, (slot.masked_fill(replaced, -1), position % ring_rows), raw_k)
@@ -69,17 +71,59 @@ def index_scores(
     max_blocks: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    _, heads, dim = q.shape
-    blocks = block_cache.shape[1]
     scores = q.new_empty(q.shape[0], max_blocks, dtype=torch.float32) if out is None else out
     scores.fill_(-torch.inf)
+    for tokens, tile in _score_tiles(q, block_cache, page_table, cu_seqlens, seq_lens, ratio, max_blocks):
+        scores[tokens, : tile.shape[1]] = tile
+    return scores
+
+
+@kernel(sparse.topk_blocks, backend="torch")
+def topk_blocks(scores: Tensor, *, top_k: int, out: Tensor | None = None) -> Tensor:
+    blocks = _best_blocks(scores, top_k)
+    return blocks if out is None else out.copy_(blocks)
+
+
+# As for `index_scores`.
+@kernel(sparse_select.select_blocks, backend="torch", graph_capturable=False)
+def select_blocks(
+    q: Tensor,
+    block_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    *,
+    ratio: int,
+    top_k: int,
+    max_blocks: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    blocks = q.new_empty(q.shape[0], top_k, dtype=torch.int32) if out is None else out
+    blocks.fill_(-1)
+    for tokens, tile in _score_tiles(q, block_cache, page_table, cu_seqlens, seq_lens, ratio, max_blocks):
+        blocks[tokens] = _best_blocks(tile, top_k)
+    return blocks
+
+
+def _score_tiles(
+    q: Tensor,
+    block_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    ratio: int,
+    max_blocks: int,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Scores [tile, count] of runs of tokens of one sequence over the `count` blocks that it has, hidden ones −inf."""
+    _, heads, dim = q.shape
+    blocks = block_cache.shape[1]
     starts = cu_seqlens.tolist()
     for seq, length in enumerate(seq_lens.tolist()):
         start, end, count = starts[seq], starts[seq + 1], min(length // ratio, max_blocks)
         if start == end or count == 0:
             continue
         pages = page_table[seq, : -(-count // blocks)]
-        keys = gather_rows(block_cache, pages).flatten(0, 1)[:count].float()
+        keys = wide_rows(block_cache, pages).flatten(0, 1)[:count]
         block = torch.arange(count, device=q.device)
         lacking = pages.repeat_interleave(blocks)[:count] < 0
         tile = max(1, TILE // (heads * count))
@@ -88,18 +132,32 @@ def index_scores(
             dots = q[first:last].reshape(-1, dim).float() @ keys.T
             summed = dots.relu_().view(last - first, heads, count).sum(dim=1).mul_(dim**-0.5)
             complete = (torch.arange(first, last, device=q.device) + (length - end + 1)) // ratio
-            scores[first:last, :count] = summed.masked_fill_((block >= complete[:, None]) | lacking, -torch.inf)
-    return scores
+            hidden = (block >= complete[:, None]) | lacking
+            yield slice(first, last), summed.masked_fill_(hidden, -torch.inf)
 
 
-@kernel(sparse.topk_blocks, backend="torch")
-def topk_blocks(scores: Tensor, *, top_k: int, out: Tensor | None = None) -> Tensor:
-    # Rectified scores often tie at 0. What a token attends to must not depend on its batch, whose longest sequence
-    # sets the width of the scores.
-    places = largest(scores, min(top_k, scores.shape[1]))
+def _best_blocks(scores: Tensor, top_k: int) -> Tensor:
+    """Blocks Int32 [rows, top_k] with the highest of `scores` [rows, blocks], −1 in the place of a hidden one.
+
+    Rectified scores often tie at 0. What a token attends to must not depend on its batch, whose longest sequence sets
+    the width of the scores, so each row is chosen from as if it stood alone.
+    """
+    count = min(top_k, scores.shape[1])
+    # On a device by place, which needs no width from there.
+    places = _topk_in_reach(scores, count) if scores.device.type == "cpu" else largest(scores, count)
     blocks = places.int().masked_fill_(scores.gather(1, places) == -torch.inf, -1)
-    blocks = F.pad(blocks, (0, top_k - blocks.shape[1]), value=-1)
-    return blocks if out is None else out.copy_(blocks)
+    return F.pad(blocks, (0, top_k - count), value=-1)
+
+
+def _topk_in_reach(scores: Tensor, count: int) -> Tensor:
+    """torch.topk of each row up to its last visible block, one call a length: of ties, the choice of transformers."""
+    after = torch.arange(1, scores.shape[1] + 1)
+    reach = F.pad(torch.where(scores > -torch.inf, after, count), (1, 0), value=count).amax(1)
+    places = torch.empty(scores.shape[0], count, dtype=torch.int64)
+    for width in sorted(set(reach.tolist())):
+        rows = reach == width
+        places[rows] = scores[rows, :width].topk(count, dim=1).indices
+    return places
 
 
 @kernel(sparse.sparse_attention, backend="torch")
@@ -114,6 +172,8 @@ def sparse_attention(
     *,
     ratio: int,
     scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = q.shape
@@ -136,6 +196,10 @@ def sparse_attention(
     for rows in (slice(first, first + tile) for first in range(0, tokens, tile)):
         place = pages[rows].clamp_min(0), row[rows]
         k, v = (cache[place].flatten(1, 2).float() for cache in (k_blocks, v_blocks))  # [tile, keys, kv_heads, dim]
+        if k_scale is not None:
+            k *= k_scale
+        if v_scale is not None:
+            v *= v_scale
         # A hidden value may be NaN, which a weight of zero does not undo.
         v.masked_fill_(hidden[rows, :, None, None], 0.0)
         for kv_head in range(kv_heads):

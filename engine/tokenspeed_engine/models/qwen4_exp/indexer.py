@@ -8,7 +8,8 @@ from tokenspeed_engine.models.qwen4_exp.caches import IndexCache
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_kernels.norm import grouped_rms_norm
 from tokenspeed_kernels.rope import rope
-from tokenspeed_kernels.sparse import index_cache_write, index_scores, topk_blocks
+from tokenspeed_kernels.sparse import index_cache_write
+from tokenspeed_kernels.sparse_select import select_blocks
 
 
 class Indexer:
@@ -53,13 +54,13 @@ class Indexer:
         if batch.max_seq_len <= self.dense_limit:
             return None
         q = grouped_rms_norm(q.view(-1, self.heads, self.dim), self.q_norm, eps=self.eps, zero_centred=True)
-        scores = index_scores(
+        return select_blocks(
             rope(q, batch.positions, self.inv_freq),
             cache.block_keys,
             batch.page_table,
             batch.cu_seqlens,
             batch.seq_lens,
             ratio=self.ratio,
+            top_k=self.top_k,
             max_blocks=batch.max_seq_len // self.ratio,
         )
-        return topk_blocks(scores, top_k=self.top_k)

@@ -10,7 +10,8 @@ from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
 from tokenspeed_engine.models.qwen4_exp.ngram_hash import ngram_hash
 from tokenspeed_engine.models.qwen4_exp.step import Step
 from tokenspeed_kernels.linear import linear
-from tokenspeed_kernels.ngram import ngram_embed, ngram_gate, ngram_inject
+from tokenspeed_kernels.ngram import ngram_embed
+from tokenspeed_kernels.ngram_block import ngram_gate, ngram_inject
 
 
 class NgramBlock:
