@@ -4,7 +4,6 @@ Every command prints a table, or JSON with `--json`. Exit codes: 0 all well; 1 a
 an unknown op, backend or arch (one line on stderr).
 """
 
-import json
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -12,11 +11,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
+from tokenspeed_kernels.config_commands import cache_app, choose_config, show_config
 from tokenspeed_kernels.new_backend import new_backend
+from tokenspeed_kernels.printing import print_json, print_rows, print_table
 from tokenspeed_registry import Contract, Kernel, TokenspeedError, UnknownNameError, known_platform, present_platform
 from tokenspeed_registry.cases import case_set
 from tokenspeed_registry.conformance import Report, check_kernel
@@ -45,10 +44,10 @@ def doctor(as_json: Json = False) -> None:
     versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
     plugins = [{"name": s.name, "usable": s.usable, "reason": s.reason} for s in default_registry.plugins()]
     if as_json:
-        return _print_json({"platform": facts, "versions": versions, "plugins": plugins})
-    _print_table("platform", [facts])
-    _print_table("versions", [{"package": name, "version": found} for name, found in versions.items()])
-    return _print_table("plugins", plugins)
+        return print_json({"platform": facts, "versions": versions, "plugins": plugins})
+    print_table("platform", [facts])
+    print_table("versions", [{"package": name, "version": found} for name, found in versions.items()])
+    return print_table("plugins", plugins)
 
 
 @app.command()
@@ -58,7 +57,7 @@ def ops(as_json: Json = False) -> None:
         {"op": name, "family": contract.family, "kernels": [kernel.name for kernel in default_registry.kernels(name)]}
         for name, contract in default_registry.contracts.items()
     ]
-    _print(rows, "ops", as_json)
+    print_rows(rows, "ops", as_json)
 
 
 @app.command()
@@ -80,7 +79,7 @@ def kernels(op: Ops = None, backend: Backend = None, as_json: Json = False) -> N
         }
         for kernel in _kernels(op, backend)
     ]
-    _print(rows, "kernels", as_json)
+    print_rows(rows, "kernels", as_json)
 
 
 @app.command()
@@ -126,8 +125,8 @@ def explain(
         for c in candidates
     ]
     if as_json:
-        return _print_json({"op": op, "arch": platform.arch, "chosen": chosen, "candidates": rows})
-    return _print_table(f"{op} on {platform.arch}: {chosen or 'no kernel'}", rows)
+        return print_json({"op": op, "arch": platform.arch, "chosen": chosen, "candidates": rows})
+    return print_table(f"{op} on {platform.arch}: {chosen or 'no kernel'}", rows)
 
 
 @app.command()
@@ -144,7 +143,7 @@ def verify(op: Ops = None, backend: Backend = None, as_json: Json = False) -> No
                 print(f"{kernel.name}: {failure}", file=sys.stderr)
     if not reports:
         raise UnknownNameError("no kernel to verify here: the filters leave none that this machine can run")
-    _print([_verdict(report) for report in reports], f"conformance on {device}", as_json)
+    print_rows([_verdict(report) for report in reports], f"conformance on {device}", as_json)
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
 
@@ -243,33 +242,7 @@ def _of_model(contract: Contract, name: str) -> Signature:
     return replace(source.signature(contract, source.model(name)), layouts={})
 
 
-def _print(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:
-    if as_json:
-        _print_json(rows)
-    else:
-        _print_table(title, rows)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
-
-
-def _print_table(title: str, rows: Any) -> None:
-    table = Table(title=title, title_justify="left")
-    for column in rows[0] if rows else []:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    # Piped output keeps whole lines; a terminal wraps cells to its own width.
-    Console(width=None if sys.stdout.isatty() else 240).print(table)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {item}" for key, item in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-
-
+app.callback()(choose_config)
+app.command("config")(show_config)
+app.add_typer(cache_app, name="cache")
 app.command("new-backend")(new_backend)

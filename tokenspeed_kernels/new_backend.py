@@ -50,7 +50,7 @@ def write_backend(name: str, into: Path) -> Path:
     }
     try:
         folder.mkdir(parents=True)
-        for path, source in _templates(files("tokenspeed_kernels") / "templates" / "backend"):
+        for path, source in _templates(PurePath(), files("tokenspeed_kernels") / "templates" / "backend"):
             parts = [package if part == "package" else part for part in path.parts]
             target = folder.joinpath(*parts).with_suffix("")
             target.parent.mkdir(exist_ok=True)
@@ -72,10 +72,10 @@ def _check_name(name: str, package: str) -> None:
         raise RegistrationError(f"backend name {name!r}: there is a package {package} already")
 
 
-def _templates(folder: Traversable, path: PurePath = PurePath()) -> Iterator[tuple[PurePath, Traversable]]:
-    """Every template file with its path under the folder."""
+def _templates(path: PurePath, folder: Traversable) -> Iterator[tuple[PurePath, Traversable]]:
+    """Every template file under the folder, with its path, which begins with `path`."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.is_dir():
-            yield from _templates(entry, path / entry.name)
+            yield from _templates(path / entry.name, entry)
         elif entry.name.endswith(".template"):
             yield path / entry.name, entry

@@ -27,7 +27,7 @@ class AsyncLLM:
         self.max_context = options.max_context or self._llm.description.config.max_position_embeddings
         # The last token generated is not run, so it needs no place in a page.
         self.max_request_tokens = min(self.max_context, self._llm.num_pages * options.page_size + 1)
-        self._thread = EngineThread(self._llm._core)
+        self._thread = EngineThread(self._llm.core)
         self._numbers = itertools.count()
 
     @property

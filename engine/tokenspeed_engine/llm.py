@@ -99,6 +99,11 @@ class LLM:
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     @property
+    def core(self) -> EngineCore:
+        """The control plane, for those that drive it themselves instead of calling `generate` or `stream`."""
+        return self._core
+
+    @property
     def num_free(self) -> tuple[int, int]:
         """Pages and slots that no request holds."""
         return self._core.scheduler.pages.num_free, self._core.scheduler.slots.num_free

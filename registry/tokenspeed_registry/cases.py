@@ -93,9 +93,10 @@ class CaseSet:
 
     `edges` are full or partial parameter sets over the defaults. `models` names the shapes at which models call the
     op; each of `shrink` is laid over every one of them, where it makes numbers no larger, for a case that has the
-    model's static dims, to which kernels are specialised, and is small in all others. `compare(arguments, got, wanted)` replaces the usual comparison for ops
-    whose right answer is not unique (ties of a top-k); it returns an error as the usual one does. `counts(arguments)`
-    counts what no shape says and the cost depends on, for example the experts hit; see `Signature.count`.
+    model's static dims, to which kernels are specialised, and is small in all others. `compare(arguments, got,
+    wanted)` replaces the usual comparison for ops whose right answer is not unique (ties of a top-k); it returns an
+    error as the usual one does. `counts(arguments)` counts what no shape says and the cost depends on, for example
+    the experts hit; see `Signature.count`.
     """
 
     axes: Mapping[str, Sequence[Any]]

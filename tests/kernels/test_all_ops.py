@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tokenspeed_kernels  # noqa: F401  declares the ops
 from tokenspeed_registry import ArgumentError, Contract, Kernel, platform_of
 from tokenspeed_registry.cases import Case, case_set
-from tokenspeed_registry.conformance import check_case, check_kernel
+from tokenspeed_registry.conformance import Way, check_case, check_kernel
 from tokenspeed_registry.registry import default_registry
 from tokenspeed_registry.validation import signature_of
 
@@ -56,7 +56,7 @@ def test_conformance_of_random_cases(kernel: Kernel, data: st.DataObject) -> Non
     contract = default_registry.contract(kernel.op)
     source = case_set(contract)
     case: Case = data.draw(source.strategy())
-    outcome = check_case(contract, kernel, source, source.arguments(contract, case), CPU)
+    outcome = check_case(contract, kernel, source, source.arguments(contract, case), Way(CPU))
     assert outcome.ok, f"{case}: {outcome}"
 
 

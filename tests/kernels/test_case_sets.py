@@ -107,4 +107,3 @@ def test_a_kept_token_and_a_fold_cost_what_they_move() -> None:
     token = sizes.nbytes("kept_k", "kept_v", "kept_g", "kept_beta") / (sizes["pool"] * sizes["capacity"])
     assert nbytes(folded=1) - nbytes() == state
     assert nbytes(kept_tokens=3) - nbytes() == pytest.approx(3 * token)
-

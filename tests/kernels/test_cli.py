@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +92,11 @@ main()
     assert verdicts("--flag", "dtype=bfloat16", "--shape", "in_features=4096")["flag"] is False
     model = ("--model", "deepseek_v3 router")
     assert verdicts(*model) == {"flag": True, "given": False, "dim": False}
-    assert verdicts(*model, "--given", "bias", "--shape", "in_features=64") == {"flag": True, "given": True, "dim": True}
+    assert verdicts(*model, "--given", "bias", "--shape", "in_features=64") == {
+        "flag": True,
+        "given": True,
+        "dim": True,
+    }
 
 
 def test_verify_runs_kernels_whose_backend_has_not_their_plugins_name() -> None:
@@ -164,3 +169,36 @@ def test_importing_the_api_pulls_in_no_vendor_package_and_no_tools() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_config_says_where_each_value_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("debug = true\n[kernels]\nmla_decode = 'torch'\n")
+    monkeypatch.setenv("TOKENSPEED_KERNELS_SELF_CHECK", "0")
+    result = run("--config", str(file), "config", "--json")
+    rows = {row["field"]: row for row in json.loads(result.stdout)}
+    assert rows["debug"] == {"field": "debug", "value": True, "from": f"file {file}"}
+    assert rows["kernels"]["value"] == {"mla_decode": "torch"}
+    assert rows["self_check"]["from"] == "environment TOKENSPEED_KERNELS_SELF_CHECK"
+    assert rows["arch"] == {"field": "arch", "value": None, "from": "default"}
+    monkeypatch.setenv("TOKENSPEED_KERNELS_DEBGU", "1")
+    assert "did you mean TOKENSPEED_KERNELS_DEBUG?" in run("config").stderr
+
+
+def test_a_config_file_that_cannot_be_used_is_one_line() -> None:
+    for command in ("config", "doctor"):
+        result = run("--config", "/no/such/file", command)
+        assert result.returncode == 2
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert "/no/such/file" in result.stderr
+
+
+def test_cache_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENSPEED_KERNELS_CACHE", str(tmp_path))
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence" / "cpu.json").write_text("[]")
+    (tmp_path / "mine.txt").write_text("not the toolkit's")
+    (row,) = answer("cache", "show")
+    assert row == {"folder": str(tmp_path), "files": 2, "bytes": 19}
+    assert answer("cache", "clear") == {"folder": str(tmp_path), "removed": ["evidence"]}
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

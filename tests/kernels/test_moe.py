@@ -82,13 +82,13 @@ def test_ids_outside_the_share_contribute_nothing_on_either_side() -> None:
         moe_experts(x, *held, weights, ids, first_expert=-1)
 
 
-@pytest.mark.parametrize("width", [24, 37, 68])
+@pytest.mark.parametrize("width", [24, 37, 68, 272])
 def test_a_token_of_nan_spoils_no_other(width: int) -> None:
     gate_up, down = torch.ones(1, 2 * width, width).bfloat16(), torch.ones(1, width, width).bfloat16()
-    x = torch.zeros(9, width).bfloat16()
-    x[4] = torch.nan
-    y = moe_experts(x, gate_up, down, torch.ones(9, 1), int32([[0]] * 9), backend="torch")
-    assert y.isnan().any(dim=-1).tolist() == [row == 4 for row in range(9)]
+    x = torch.zeros(17, width).bfloat16()
+    x[8] = torch.nan
+    y = moe_experts(x, gate_up, down, torch.ones(17, 1), int32([[0]] * 17), backend="torch")
+    assert y.isnan().any(dim=-1).tolist() == [row == 8 for row in range(17)]
 
 
 def test_grouped_routing_takes_the_groups_with_the_two_best() -> None:

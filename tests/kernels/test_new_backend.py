@@ -1,4 +1,4 @@
-"""`tokenspeed-kernels new-backend`: what it writes installs, serves, is refused and is switched off as a user would see.
+"""`tokenspeed-kernels new-backend`: what it writes installs, serves, is refused and is switched off like any plugin.
 
 The package is installed without a network into a virtual environment of its own, which sees the packages of the running
 one through a `.pth` file.
@@ -23,7 +23,7 @@ from tokenspeed_registry import CONTRACT_VERSION
 
 SERVE = """
 import json, torch, tokenspeed_kernels as tk
-from tokenspeed_registry import TokenspeedError
+from tokenspeed_registry import TokenspeedError, default_registry
 
 def serves(rows, dtype, backend=None):
     x = torch.ones(rows, 8, dtype=dtype)
@@ -39,6 +39,7 @@ print(json.dumps({
     "too many rows": serves(257, torch.float32),
     "other dtype": serves(32, torch.bfloat16),
     "asked for": serves(257, torch.bfloat16, "mine"),
+    "plugin": next([each.usable, each.reason] for each in default_registry.plugins() if each.name == "mine"),
 }))
 """
 
@@ -62,15 +63,6 @@ class Installed:
         result = self.run(*arguments, **environment)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
-
-    def command(self, *arguments: str, **environment: str) -> Any:
-        code = "from tokenspeed_kernels.cli import main; main()"
-        return self.answer("-c", code, *arguments, "--json", **environment)
-
-    def fares(self, **environment: str) -> dict[str, Any]:
-        """What `doctor` says of the plugin."""
-        plugins: list[dict[str, Any]] = self.command("doctor", **environment)["plugins"]
-        return next(plugin for plugin in plugins if plugin["name"] == "mine")
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +109,7 @@ def cli(*arguments: str) -> int:
 
 def test_its_kernel_is_chosen_within_its_limits_and_refused_with_reasons_beyond(installed: Installed) -> None:
     served = installed.answer("-c", SERVE)
+    assert served["plugin"] == [True, ""]
     assert served["within"] == "mine.silu_mul"
     assert served["too many rows"] == "torch.silu_mul"
     assert served["other dtype"] == "torch.silu_mul"
@@ -125,12 +118,11 @@ def test_its_kernel_is_chosen_within_its_limits_and_refused_with_reasons_beyond(
 
 
 def test_it_is_explained(installed: Installed) -> None:
-    assert installed.fares() == {"name": "mine", "usable": True, "reason": ""}
-    call = ("explain", "silu_mul", "--shape", "width=8", "--dtype", "gate_up=float32", "--shape")
-    within, beyond = installed.command(*call, "rows=256"), installed.command(*call, "rows=257")
-    assert within["chosen"] == "mine.silu_mul"
-    assert beyond["chosen"] == "torch.silu_mul"
-    (refused,) = (row for row in beyond["candidates"] if row["kernel"] == "mine.silu_mul")
+    call = ("silu_mul", "--shape", "width=8", "--dtype", "gate_up=float32", "--shape", "rows=257")
+    command = ("-c", "from tokenspeed_kernels.cli import main; main()", "explain", *call, "--json")
+    report = installed.answer(*command)
+    assert report["chosen"] == "torch.silu_mul"
+    (refused,) = (row for row in report["candidates"] if row["kernel"] == "mine.silu_mul")
     assert refused["accepted"] is False
     assert refused["reason"] == "needs rows <= 256, got 257"
 
@@ -141,6 +133,7 @@ def test_it_is_switched_off_by_configuration(installed: Installed) -> None:
     served = installed.answer("-c", SERVE, TOKENSPEED_KERNELS_CONFIG=str(config))
     assert served["within"] == "torch.silu_mul"
     assert served["asked for"].endswith("disabled by configuration")
+    assert served["plugin"] == [False, "disabled by configuration"]
 
 
 @pytest.mark.usefixtures("other_contract")
@@ -150,7 +143,7 @@ def test_it_is_refused_by_name_when_built_for_another_contract_version(installed
     assert served["within"] == "torch.silu_mul"
     assert "'mine' cannot serve it" in served["asked for"]
     assert reason in served["asked for"]
-    assert installed.fares() == {"name": "mine", "usable": False, "reason": reason}
+    assert served["plugin"] == [False, reason]
 
 
 def test_its_own_tests_pass_and_its_bench_runs(installed: Installed) -> None:
@@ -166,9 +159,10 @@ def test_its_own_tests_pass_and_its_bench_runs(installed: Installed) -> None:
 def test_what_it_writes_is_formatted_and_linted(installed: Installed) -> None:
     python_files = [str(path) for path in installed.package.rglob("*.py")]
     ruff = [sys.executable, "-m", "ruff"]
-    pyproject = Path(__file__).parents[2] / "pyproject.toml"
-    for arguments in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
-        command = [*ruff, *arguments, "--config", str(pyproject), *python_files]
+    own = 'lint.isort.known-first-party = ["tokenspeed_kernels", "tokenspeed_mine", "tokenspeed_registry"]'
+    config = ["--no-cache", "--config", str(Path(__file__).parents[2] / "pyproject.toml"), "--config", own]
+    for arguments in (["check"], ["format", "--check"]):
+        command = [*ruff, *arguments, *config, *python_files]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
 

@@ -16,6 +16,7 @@ class Batch:
     [S], tokens of each sequence with this step's. page_table: Int32 [S, P], −1 past a sequence's pages. slots: Int32
     [S]. fresh: Bool [S], whether the sequence starts here. context: Int64 [S, C], tokens before the row, oldest first,
     `context_fill` where there is none. sampled: Int64 [R], the token after which each sampling row samples.
+    prefix_lens, known to the host: tokens that each row after the decodes had before this step.
     """
 
     ids: Tensor
@@ -31,6 +32,7 @@ class Batch:
     num_decodes: int
     max_q_len: int
     max_seq_len: int
+    prefix_lens: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +77,7 @@ def make_batch(plan: StepPlan, page_size: int, context_tokens: int, context_fill
         num_decodes=plan.num_decodes,
         max_q_len=max(lengths),
         max_seq_len=max(ends),
+        prefix_lens=tuple(row.start for row in rows[plan.num_decodes :]),
     )
 
 

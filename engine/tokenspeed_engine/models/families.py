@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tokenspeed_engine.execution.batch import Batch
 
 _FAMILY_MODULES = {
+    "deepseek_v3": "tokenspeed_engine.models.deepseek_v3.family",
+    "kimi_k2": "tokenspeed_engine.models.deepseek_v3.family",
     "qwen4_exp": "tokenspeed_engine.models.qwen4_exp.family",
     "qwen4_exp_text": "tokenspeed_engine.models.qwen4_exp.family",
 }

@@ -1,0 +1,55 @@
+"""What the engine needs to serve `deepseek_v3`, found by model type.
+
+Describing a checkpoint takes no torch, so what computes is imported by the methods that need it.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenspeed_engine.checkpoint.plan import WeightPlan
+from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config, parse_config
+from tokenspeed_engine.models.deepseek_v3.weights import weight_plan
+from tokenspeed_engine.models.families import CacheBytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from tokenspeed_engine.checkpoint.load import Weights
+    from tokenspeed_engine.models.deepseek_v3.caches import Caches
+    from tokenspeed_engine.models.deepseek_v3.model import DeepseekV3Model
+
+
+@dataclass(frozen=True)
+class DeepseekV3Description:
+    """See `ModelDescription`. The model looks at no tokens but through its caches."""
+
+    config: DeepseekV3Config
+    family: str = "deepseek_v3"
+    context_tokens: int = 0
+    context_fill: int = 0
+
+    def weight_plan(self, names: Collection[str]) -> WeightPlan:
+        return weight_plan(self.config)
+
+    def build(self, weights: "Weights") -> "DeepseekV3Model":
+        from tokenspeed_engine.models.deepseek_v3.model import DeepseekV3Model
+
+        return DeepseekV3Model(self.config, weights)
+
+    def cache_bytes(self, page_size: int, dtype: "torch.dtype") -> CacheBytes:
+        from tokenspeed_engine.models.deepseek_v3.caches import cache_bytes
+
+        return cache_bytes(self.config, page_size, dtype)
+
+    def allocate_caches(
+        self, num_pages: int, page_size: int, num_slots: int, dtype: "torch.dtype", device: "torch.device"
+    ) -> "Caches":
+        from tokenspeed_engine.models.deepseek_v3.caches import allocate_caches
+
+        return allocate_caches(self.config, num_pages, page_size, dtype, device)
+
+
+def describe(raw: Mapping[str, Any], subject: str) -> DeepseekV3Description:
+    """The model of a whole config.json. Raises ConfigError about `subject`."""
+    return DeepseekV3Description(parse_config(raw, subject))

@@ -1,0 +1,47 @@
+"""The second sublayer: one wide MLP in the first layers, a mixture of experts in the others."""
+
+import torch
+from torch import Tensor
+
+from tokenspeed_engine.checkpoint.load import Weights
+from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
+from tokenspeed_kernels.linear import linear
+from tokenspeed_kernels.moe import moe_experts, moe_route_grouped, silu_mul
+
+
+class Mlp:
+    """down(silu(gate u) · up u)."""
+
+    def __init__(self, weights: Weights, prefix: str) -> None:
+        self.gate_up = weights[f"{prefix}gate_up_proj"]
+        self.down = weights[f"{prefix}down_proj"]
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """[T, hidden] of [T, hidden]."""
+        return linear(silu_mul(linear(u, self.gate_up)), self.down)
+
+
+class MixtureOfExperts:
+    """A few of many experts, chosen by biased sigmoid scores, plus a shared MLP that every token goes through."""
+
+    def __init__(self, config: DeepseekV3Config, weights: Weights, prefix: str) -> None:
+        self.top_k, self.groups, self.top_groups = config.num_experts_per_tok, config.n_group, config.topk_group
+        self.renormalise, self.scaling = config.norm_topk_prob, config.routed_scaling_factor
+        self.router = weights[f"{prefix}gate"]
+        self.bias = weights[f"{prefix}gate.e_score_correction_bias"]
+        self.gate_up = weights[f"{prefix}experts.gate_up_proj"]
+        self.down = weights[f"{prefix}experts.down_proj"]
+        self.shared = Mlp(weights, f"{prefix}shared_experts.")
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """[T, hidden] of [T, hidden]."""
+        scores, experts = moe_route_grouped(
+            linear(u, self.router, dtype=torch.float32),
+            self.bias,
+            top_k=self.top_k,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            renormalise=self.renormalise,
+            scaling=self.scaling,
+        )
+        return moe_experts(u, self.gate_up, self.down, scores, experts) + self.shared(u)

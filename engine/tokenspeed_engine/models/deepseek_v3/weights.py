@@ -1,0 +1,107 @@
+"""The checkpoint of `deepseek_v3` as data: every tensor's name, shape and place.
+
+Engine names are the checkpoint's without `model.` and `.weight`.
+"""
+
+from collections.abc import Iterator
+
+from tokenspeed_engine.checkpoint.plan import (
+    Layout,
+    Parameter,
+    Piece,
+    Target,
+    TargetDtype,
+    Unserved,
+    WeightPlan,
+    concatenated,
+)
+from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
+
+ROOT = "model."
+
+
+def weight_plan(config: DeepseekV3Config) -> WeightPlan:
+    """What a checkpoint of `config` must and may contain."""
+    return WeightPlan(tuple(_parameters(config)), (), _unserved(config))
+
+
+def _unserved(config: DeepseekV3Config) -> tuple[Unserved, ...]:
+    first, count = config.num_hidden_layers, config.num_nextn_predict_layers
+    prediction_layers = tuple(f"{ROOT}layers.{layer}." for layer in range(first, first + count))
+    groups = [
+        Unserved("multi-token prediction", lambda name: name.startswith(prediction_layers)),
+        Unserved("rotary frequencies, which are computed", lambda name: name.endswith(".rotary_emb.inv_freq")),
+    ]
+    if config.tie_word_embeddings:
+        groups.append(Unserved("output head, tied to the embedding", lambda name: name == "lm_head.weight"))
+    return tuple(groups)
+
+
+def _parameters(config: DeepseekV3Config) -> Iterator[Parameter]:
+    hidden = config.hidden_size
+    yield _single("embed_tokens", (config.vocab_size, hidden))
+    yield _single("norm", (hidden,))
+    if not config.tie_word_embeddings:
+        yield _single("lm_head", (config.vocab_size, hidden), root="")
+    for layer in range(config.num_hidden_layers):
+        prefix = f"layers.{layer}."
+        yield _single(f"{prefix}input_layernorm", (hidden,))
+        yield _single(f"{prefix}post_attention_layernorm", (hidden,))
+        yield from _attention(config, f"{prefix}self_attn.")
+        if config.is_dense(layer):
+            yield from _mlp(config, f"{prefix}mlp.", config.intermediate_size)
+        else:
+            yield from _moe(config, f"{prefix}mlp.")
+
+
+def _attention(config: DeepseekV3Config, prefix: str) -> Iterator[Parameter]:
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    q_rows = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if config.q_lora_rank is None:
+        yield _single(f"{prefix}q_proj", (q_rows, hidden))
+    else:
+        yield _single(f"{prefix}q_a_proj", (config.q_lora_rank, hidden))
+        yield _single(f"{prefix}q_a_layernorm", (config.q_lora_rank,))
+        yield _single(f"{prefix}q_b_proj", (q_rows, config.q_lora_rank))
+    yield _single(f"{prefix}kv_a_proj_with_mqa", (config.cache_width, hidden))
+    yield _single(f"{prefix}kv_a_layernorm", (latent,))
+    yield _single(f"{prefix}kv_b_proj", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent))
+    yield _single(f"{prefix}o_proj", (hidden, heads * config.v_head_dim))
+
+
+def _moe(config: DeepseekV3Config, prefix: str) -> Iterator[Parameter]:
+    hidden, experts, width = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
+    # Routing is float32 whatever the model's dtype: rounded logits or biases would choose other experts.
+    yield _single(f"{prefix}gate", (experts, hidden), dtype="float32")
+    yield _single(f"{prefix}gate.e_score_correction_bias", (experts,), suffix="", dtype="float32")
+    yield _experts(f"{prefix}experts.gate_up_proj", (experts, 2 * width, hidden), prefix, ("gate", "up"))
+    yield _experts(f"{prefix}experts.down_proj", (experts, hidden, width), prefix, ("down",))
+    yield from _mlp(config, f"{prefix}shared_experts.", config.n_shared_experts * width)
+
+
+def _mlp(config: DeepseekV3Config, prefix: str, width: int) -> Iterator[Parameter]:
+    hidden = config.hidden_size
+    halves = [(f"{ROOT}{prefix}{half}_proj.weight", (width, hidden)) for half in ("gate", "up")]
+    target = Target(f"{prefix}gate_up_proj", (2 * width, hidden), concatenated(halves))
+    yield Parameter(target.name, (Layout("gate and up", (target,)),))
+    yield _single(f"{prefix}down_proj", (hidden, width))
+
+
+def _experts(name: str, shape: tuple[int, int, int], prefix: str, parts: tuple[str, ...]) -> Parameter:
+    """All experts of a layer in one tensor, on disk each by itself."""
+    experts, rows, columns = shape
+    names = [f"{ROOT}{prefix}experts.{expert}.{part}_proj.weight" for expert in range(experts) for part in parts]
+    each = concatenated((part_name, (rows // len(parts), columns)) for part_name in names)
+    return Parameter(name, (Layout("per expert", (Target(name, shape, each),)),))
+
+
+def _single(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    root: str = ROOT,
+    suffix: str = ".weight",
+    dtype: TargetDtype = "model",
+) -> Parameter:
+    """A parameter that is one tensor on disk."""
+    return Parameter(name, (Layout("whole", (Target(name, shape, (Piece(f"{root}{name}{suffix}", shape),), dtype),)),))
