@@ -131,7 +131,7 @@ def explain(
 
 @app.command()
 def verify(op: Ops = None, backend: Backend = None, as_json: Json = False) -> None:
-    """Runs conformance of the kernels that run on this machine; exit code 1 where one fails."""
+    """Runs conformance of the kernels that run on this machine; exit code 1 where one fails or was lost."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reports = []
     for kernel in _kernels(op, backend):
@@ -144,7 +144,11 @@ def verify(op: Ops = None, backend: Backend = None, as_json: Json = False) -> No
     if not reports:
         raise UnknownNameError("no kernel to verify here: the filters leave none that this machine can run")
     print_rows([_verdict(report) for report in reports], f"conformance on {device}", as_json)
-    if not all(report.ok for report in reports):
+    # A module that failed to import took its kernels along: their absence must not pass for success.
+    broken = [status for status in default_registry.plugins() if status.usable and status.reason]
+    for status in broken:
+        print(f"plugin {status.name}: {status.reason}", file=sys.stderr)
+    if broken or not all(report.ok for report in reports):
         raise typer.Exit(1)
 
 

@@ -124,13 +124,13 @@ def _paged_attention(p: Params, make: Make) -> dict[str, Any]:
 
 _QWEN_HEADS = _QWEN | {"heads": (24, 2)}
 
+
 def _count_pairs(arguments: Mapping[str, Any]) -> dict[str, int]:
     """Tokens of sequences that ask for something, and pairs of a query and a token that it sees."""
     lengths, new = arguments["seq_lens"].long(), arguments["cu_seqlens_q"].long().diff()
     sequences = zip(lengths.tolist(), new.tolist(), strict=True)
     pairs = sum(max(length - back, 0) for length, count in sequences for back in range(count))
     return {"cached_tokens": int(lengths[new > 0].sum()), "pairs": pairs}
-
 
 
 paged_attention = CaseSet(

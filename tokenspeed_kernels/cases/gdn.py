@@ -211,12 +211,12 @@ gdn_verify = CaseSet(
     models={"qwen4_exp verify, 3 drafts": {"batch": 32, "q_len": 4, **_QWEN}},
 )
 
+
 def _count_kept(arguments: Mapping[str, Any]) -> dict[str, int]:
     """Sequences that are no padding, their kept tokens, and those of them that fold."""
     kept = arguments["kept"][arguments["slots"] >= 0]
     folds = kept + arguments["k"].shape[1] > arguments["kept_k"].shape[1]
     return {"sequences": kept.numel(), "kept_tokens": int(kept.sum()), "folded": int(folds.sum())}
-
 
 
 gdn_verify_replay = CaseSet(

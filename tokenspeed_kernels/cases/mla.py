@@ -86,9 +86,9 @@ _EXTREMES = [(None, torch.float32), (None, torch.bfloat16), (3.0, torch.float16)
 _DEEPSEEK: dict[str, Any] = {"latent": 512, "rope": 64, "page": 64, "dtype": torch.bfloat16}
 _DEEPSEEK_DECODE = _DEEPSEEK | {"heads": 128, "longest": 8192}
 
+
 def _count_cached(arguments: Mapping[str, Any]) -> dict[str, int]:
     return {"cached_tokens": int(arguments["seq_lens"].sum())}
-
 
 
 mla_decode = CaseSet(

@@ -263,6 +263,7 @@ _QWEN4_ATTENTION = {
     "ratio": 4, "blocks": 16, "heads": (24, 2), "dim": 256, "top_k": 512, "chosen": "most", "dtype": torch.bfloat16
 }  # fmt: skip
 
+
 def _count_chosen(arguments: Mapping[str, Any]) -> dict[str, int]:
     """Cached tokens that some query attends to, and pairs of a query and a token; absent pages count too."""
     ratio, blocks, pairs, cached = arguments["ratio"], arguments["blocks"].long(), 0, 0
@@ -278,7 +279,6 @@ def _count_chosen(arguments: Mapping[str, Any]) -> dict[str, int]:
                 pairs += chosen.numel() * ratio + position + 1 - complete * ratio
         cached += int(seen.sum())
     return {"cached_tokens": cached, "pairs": pairs}
-
 
 
 sparse_attention = CaseSet(

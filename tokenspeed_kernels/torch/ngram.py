@@ -9,12 +9,7 @@ from tokenspeed_kernels import ngram, ngram_block
 from tokenspeed_registry import OnHost, copy_into, kernel, vendor
 
 _LEAST_SCORE = 1e-6
-# A table in host memory is indexed there, and waiting for the rows to arrive keeps the call out of graphs.
-_FROM_HOST: dict[str, Any] = {
-    "requires": vendor("nvidia", "amd"),
-    "constraints": [OnHost("table").in_(True)],
-    "graph_capturable": False,
-}
+_ON_HOST = [OnHost("table").in_(True)]
 _ON_DEVICE = [OnHost("table").in_(False), OnHost("scale").in_(False)]
 
 
@@ -34,8 +29,7 @@ def ngram_hash(
     return rows if out is None else out.copy_(rows)
 
 
-@kernel(ngram.ngram_lookup, backend="torch", name="torch.ngram_lookup_host", **_FROM_HOST)
-def ngram_lookup_host(
+def _ngram_lookup(
     rows: Tensor,
     table: Tensor,
     scale: Tensor | None,
@@ -48,22 +42,7 @@ def ngram_lookup_host(
     return embedding if out is None else out.copy_(embedding)
 
 
-@kernel(ngram.ngram_lookup, backend="torch", constraints=_ON_DEVICE)
-def ngram_lookup(
-    rows: Tensor,
-    table: Tensor,
-    scale: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    first_row: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    embedding = _lookup(rows, table, scale, dtype, first_row)
-    return embedding if out is None else out.copy_(embedding)
-
-
-@kernel(ngram.ngram_embed, backend="torch", name="torch.ngram_embed_host", **_FROM_HOST)
-def ngram_embed_host(
+def _ngram_embed(
     ids: Tensor,
     context: Tensor,
     cu_seqlens: Tensor,
@@ -83,25 +62,16 @@ def ngram_embed_host(
     return embedding if out is None else out.copy_(embedding)
 
 
-@kernel(ngram.ngram_embed, backend="torch", constraints=_ON_DEVICE)
-def ngram_embed(
-    ids: Tensor,
-    context: Tensor,
-    cu_seqlens: Tensor,
-    multipliers: Tensor,
-    moduli: Tensor,
-    offsets: Tensor,
-    table: Tensor,
-    scale: Tensor | None,
-    *,
-    eos: int,
-    dtype: torch.dtype,
-    first_row: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    rows = _hash(ids, context, cu_seqlens, multipliers, moduli, offsets, eos)
-    embedding = _lookup(rows, table, scale, dtype, first_row)
-    return embedding if out is None else out.copy_(embedding)
+ngram_lookup = kernel(ngram.ngram_lookup, backend="torch", constraints=_ON_DEVICE)(_ngram_lookup)
+ngram_embed = kernel(ngram.ngram_embed, backend="torch", constraints=_ON_DEVICE)(_ngram_embed)
+# Indexing a table in host memory waits for the rows to arrive there, which keeps the call out of graphs.
+_FROM_HOST: dict[str, Any] = {"backend": "torch", "requires": vendor("nvidia", "amd"), "graph_capturable": False}
+ngram_lookup_host = kernel(ngram.ngram_lookup, name="torch.ngram_lookup_host", constraints=_ON_HOST, **_FROM_HOST)(
+    _ngram_lookup
+)
+ngram_embed_host = kernel(ngram.ngram_embed, name="torch.ngram_embed_host", constraints=_ON_HOST, **_FROM_HOST)(
+    _ngram_embed
+)
 
 
 @kernel(ngram_block.ngram_gate, backend="torch")
