@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Tests run in one process a core: more torch threads than that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint bench
+.PHONY: setup demo test test-all lint bench docs docs
 
 setup: .venv/installed
 
@@ -30,5 +30,12 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -n auto -m "not gpu"
 
+docs: setup
+	$(BIN)/python -m tokenspeed_kernels.reference_pages docs
+
 bench: setup
 	$(BIN)/python bench/dispatch.py
+
+# The pages under docs/reference, from the contracts; a test compares them.
+docs: setup
+	$(BIN)/python -m tokenspeed_kernels.reference_pages docs

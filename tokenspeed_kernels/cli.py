@@ -15,7 +15,7 @@ import typer
 import tokenspeed_kernels  # noqa: F401  declares the ops
 from tokenspeed_kernels.config_commands import cache_app, choose_config, show_config
 from tokenspeed_kernels.new_backend import new_backend
-from tokenspeed_kernels.printing import print_json, print_rows, print_table
+from tokenspeed_kernels.printing import Json, print_json, print_rows, print_table
 from tokenspeed_registry import Contract, Kernel, TokenspeedError, UnknownNameError, known_platform, present_platform
 from tokenspeed_registry.cases import case_set
 from tokenspeed_registry.conformance import Report, check_kernel
@@ -25,7 +25,6 @@ from tokenspeed_registry.signature import Flag, Signature
 from tokenspeed_registry.validation import check_partial
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Ops = Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="Only kernels of this backend.")]
 PACKAGES = ("tokenspeed-kernels", "torch", "triton", "nvidia-cutlass-dsl", "cuda-python", "hip-python", "numpy")

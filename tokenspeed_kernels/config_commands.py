@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tokenspeed_kernels.printing import print_json, print_rows
+from tokenspeed_kernels.printing import Json, print_json, print_rows
 from tokenspeed_registry.configuration import FILE, resolve
 from tokenspeed_registry.registry import default_registry
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 cache_app = typer.Typer(no_args_is_help=True, help="The cache folder: evidence and compiled kernels.")
 
 

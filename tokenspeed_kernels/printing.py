@@ -2,10 +2,13 @@
 
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_rows(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:

@@ -44,10 +44,6 @@ class Tokenizer:
         except (TemplateError, UnicodeDecodeError) as error:
             raise CheckpointError(str(folder), [f"chat template: {error}"]) from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        return "default" in self._templates
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Text of a rendered chat already holds its special tokens: pass False for it."""
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -55,11 +51,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that form no character become U+FFFD; ids outside the vocabulary are left out."""
         return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def token_id(self, token: str) -> int | None:
-        """Id of a token by its exact content, such as "<|im_end|>"."""
-        found = self._fast.token_to_id(token)
-        return None if found is None else int(found)
 
     def render_chat(
         self,

@@ -239,8 +239,7 @@ def _call(
 def _compare(name: str, got: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> Outcome:
     if got.shape != wanted.shape:
         return Outcome(float("inf"), tolerance, f"{name} has shape {tuple(got.shape)}, not {tuple(wanted.shape)}")
-    error = error_of(got, wanted)
-    return Outcome(error, tolerance)
+    return Outcome(error_of(got, wanted), tolerance)
 
 
 def _untouched(name: str, got: torch.Tensor, before: torch.Tensor, wanted: torch.Tensor) -> Outcome:

@@ -6,7 +6,7 @@
         naive float64 torch, which returns its results unrounded
 
 `op` turns the function into the public op: a plain function that validates, selects and calls a kernel, with the
-attributes `contract`, `reference` and `bind`.
+attributes `contract` and `bind`.
 """
 
 import ast
@@ -26,8 +26,7 @@ from tokenspeed_registry.parameters import (
     Parameter,
     ScalarParameter,
     TensorParameter,
-    is_name,
-    offset_of,
+    binding_of,
     read_outputs,
     read_parameters,
 )
@@ -108,8 +107,7 @@ class Contract:
         """Every dim that an expression mentions must be one that a shape or an integer scalar binds."""
         bound = {scalar.name for scalar in self.scalars if scalar.type is int}
         for tensor in self.tensors:
-            offsets = (offset_of(expr) for expr in tensor.dims)
-            bound |= {expr for expr in tensor.dims if is_name(expr)} | {offset[0] for offset in offsets if offset}
+            bound |= {binding[0] for expr in tensor.dims if (binding := binding_of(expr)) is not None}
         roles: tuple[TensorParameter | Output, ...] = (*self.tensors, *self.outputs)
         for role in roles:
             malformed = [expr for expr in role.dims if not _EXPRESSION.fullmatch(expr)]
@@ -119,8 +117,7 @@ class Contract:
                 raise RegistrationError(f"{self.name}: no shape binds {sorted(unbound)} of {role.name}")
         known = {*bound, *(parameter.name for parameter in self.parameters)}
         for relation in self.where:
-            names = {node.id for node in ast.walk(ast.parse(relation)) if isinstance(node, ast.Name)}
-            if unknown := names - known:
+            if unknown := relation_names(relation) - known:
                 raise RegistrationError(f"{self.name}: {relation!r} mentions {sorted(unknown)}, no dims or arguments")
         sources = {*(tensor.name for tensor in self.tensors), *(s.name for s in self.scalars if s.type is torch.dtype)}
         for output in self.outputs:
@@ -206,7 +203,10 @@ def declare(function: Callable[..., object], **facts: Unpack[Facts]) -> Contract
     )
 
 
+def relation_names(relation: str) -> set[str]:
+    """The dims and arguments that a relation of `where` mentions."""
+    return {node.id for node in ast.walk(ast.parse(relation)) if isinstance(node, ast.Name)}
+
+
 def _names(expr: str) -> set[str]:
-    return {
-        part for part in "".join(c if c.isalnum() or c == "_" else " " for c in expr).split() if not part.isdecimal()
-    }
+    return {part for part in re.findall(r"\w+", expr) if not part.isdecimal()}

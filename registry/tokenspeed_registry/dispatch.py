@@ -37,7 +37,7 @@ from tokenspeed_registry.content import SHORT
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.describe import docstring
 from tokenspeed_registry.guard import guard_parameters
-from tokenspeed_registry.parameters import ScalarParameter, TensorParameter, is_name, offset_of
+from tokenspeed_registry.parameters import ScalarParameter, TensorParameter, binding_of
 
 _IDENTIFIER = re.compile(r"[a-z_]\w*")
 _DTYPE = re.compile(r"\b\w+\.dtype(\.\w+)*")
@@ -52,7 +52,7 @@ def generate(contract: Contract) -> str:
     lines += ["    try:", *(f"        {line}" for line in dims)]
     lines += [
         "        _valid = (",
-        *(f"            {c}{' and' if i else ''}" for i, c in _countdown(checks)),
+        "            " + " and\n            ".join(checks),
         "        )",
     ]
     lines += [
@@ -67,7 +67,7 @@ def generate(contract: Contract) -> str:
         f"        _kernel = _dispatcher.resolve(_key, {tuple_of_args}, backend)",
         *_content(contract),
     ]
-    call = ", ".join(f"{p.name}={p.name}" if p.keyword else p.name for p in contract.parameters)
+    call = _arguments(contract)
     if contract.outputs:
         lines += ["    if out is not None:", f"        _dispatcher.check_out(out, {tuple_of_args})"]
         call += ", out=out"
@@ -122,8 +122,12 @@ def _parameter_list(contract: Contract) -> str:
     return ", ".join([*parts, *(["out=None"] if contract.outputs else []), "backend=None"])
 
 
+def _arguments(contract: Contract) -> str:
+    return ", ".join(f"{p.name}={p.name}" if p.keyword else p.name for p in contract.parameters)
+
+
 def _hand_over(contract: Contract) -> list[str]:
-    call = ", ".join(f"{p.name}={p.name}" if p.keyword else p.name for p in contract.parameters)
+    call = _arguments(contract)
     if not contract.outputs:
         return ["    if _is_compiling():", f"        return _library_op({call}, backend=backend)"]
     return [
@@ -134,14 +138,7 @@ def _hand_over(contract: Contract) -> list[str]:
 
 
 def _binds(tensor: TensorParameter) -> list[str]:
-    names = []
-    for expr in tensor.dims:
-        offset = offset_of(expr)
-        if is_name(expr):
-            names.append(expr)
-        elif offset is not None:
-            names.append(offset[0])
-    return names
+    return [binding[0] for expr in tensor.dims if (binding := binding_of(expr)) is not None]
 
 
 def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
@@ -155,8 +152,7 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
     statements = [f"{_local(scalar.name)} = {scalar.name}" for scalar in numbers]
     # Scalars first: what a wrong one would do in an expression is anyone's guess.
     checks = [_scalar_check(contract, scalar) for scalar in contract.scalars]
-    numbered = sorted(enumerate(contract.tensors), key=lambda item: item[1].optional)
-    for index, tensor in numbered:
+    for index, tensor in enumerate(contract.tensors):
         if tensor.optional:
             continue
         binding, conditions = _shape(contract, index, tensor, bound, {scalar.name for scalar in numbers})
@@ -167,7 +163,7 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
             statements.append(f"_index = -1 if _on_cpu else {tensor.name}.get_device()")
     uncertain = _uncertain(contract)
     statements += [f"{_local(dim)} = None" for dim in uncertain if dim not in {scalar.name for scalar in numbers}]
-    for index, tensor in numbered:
+    for index, tensor in enumerate(contract.tensors):
         if not tensor.optional:
             continue
         binding, conditions = _shape(contract, index, tensor, bound, set(uncertain))
@@ -205,7 +201,7 @@ def _shape(
     later: list[str] = []
     conditions: list[str] = []
     for position, expr in enumerate(tensor.dims):
-        base, offset = (expr, 0) if is_name(expr) else offset_of(expr) or ("", 0)
+        base, offset = binding_of(expr) or ("", 0)
         if base and offset == 0 and base not in bound | uncertain:
             bound.add(base)
             targets.append(_local(base))
@@ -283,7 +279,3 @@ def _local(dim: str) -> str:
 def _expression(expr: str, contract: Contract) -> str:
     """A dim expression over the generated function's locals: dims are prefixed, other names are arguments."""
     return _IDENTIFIER.sub(lambda m: _local(m[0]) if m[0] in contract.dims else m[0], expr)
-
-
-def _countdown(items: list[str]) -> list[tuple[int, str]]:
-    return [(len(items) - 1 - i, item) for i, item in enumerate(items)]

@@ -123,8 +123,8 @@ class Kernel:
             return False, [unfit]
         reasons = {constraint: constraint.explain(signature) for constraint in self.constraints}
         failed = [reason for c, reason in reasons.items() if reason is not None and c.holds(signature) is False]
-        open_ = [reason for c, reason in reasons.items() if reason is not None and c.holds(signature) is None]
-        return (False, failed) if failed else (None, open_) if open_ else (True, [])
+        undecided = [reason for c, reason in reasons.items() if reason is not None and c.holds(signature) is None]
+        return (False, failed) if failed else (None, undecided) if undecided else (True, [])
 
 
 def kernel(

@@ -25,8 +25,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ANY_FLOAT: typing.Any = jaxtyping.Float
 _SCALARS = (bool, int, float, str, torch.dtype)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_NAME = re.compile(r"[a-z_]\w*\Z")
-_OFFSET = re.compile(r"([a-z_]\w*)\+(\d+)\Z")
+_BINDING = re.compile(r"([a-z_]\w*)(?:\+(\d+))?\Z")
 
 
 @dataclass(frozen=True)
@@ -71,15 +70,13 @@ class Output:
     dtype: torch.dtype | str
 
 
-def is_name(expr: str) -> bool:
-    """Whether a dim expression is a plain name, which a shape can bind."""
-    return _NAME.match(expr) is not None
+def binding_of(expr: str) -> tuple[str, int] | None:
+    """The dim that a shape can bind by this expression, and what is added to it: `("seqs", 1)` for `seqs+1`.
 
-
-def offset_of(expr: str) -> tuple[str, int] | None:
-    """`("seqs", 1)` for `seqs+1`, from which a shape can bind the name too; None for any other form."""
-    match = _OFFSET.match(expr)
-    return (match[1], int(match[2])) if match else None
+    `("tokens", 0)` for a plain name; None for any other form.
+    """
+    match = _BINDING.match(expr)
+    return (match[1], int(match[2] or 0)) if match else None
 
 
 def read_parameters(function: Callable[..., object]) -> tuple[Parameter, ...]:

@@ -4,13 +4,12 @@ It runs only after the fast checks refused a call, to name the argument, and to 
 they accepted when its kernel is selected for the first time.
 """
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from tokenspeed_registry.contract import Contract
+from tokenspeed_registry.contract import Contract, relation_names
 from tokenspeed_registry.errors import (
     ArgumentTypeError,
     DeviceError,
@@ -20,7 +19,7 @@ from tokenspeed_registry.errors import (
     StrideError,
 )
 from tokenspeed_registry.layout import is_on_host, layout_of
-from tokenspeed_registry.parameters import Output, ScalarParameter, TensorParameter, is_name, offset_of
+from tokenspeed_registry.parameters import Output, ScalarParameter, TensorParameter, binding_of
 from tokenspeed_registry.signature import Flag, Signature, evaluate
 
 Arguments = Mapping[str, object]
@@ -62,8 +61,7 @@ def check_partial(contract: Contract, dims: Mapping[str, int], dtypes: Mapping[s
     for group in contract.same_dtype:
         _check_group(contract, group, dtypes)
     for relation in contract.where:
-        names = {node.id for node in ast.walk(ast.parse(relation)) if isinstance(node, ast.Name)}
-        if names <= dims.keys():
+        if relation_names(relation) <= dims.keys():
             _check_relation(contract, relation, dims, {})
 
 
@@ -104,14 +102,12 @@ def bind_dims(contract: Contract, arguments: Arguments) -> dict[str, int]:
             got = f"shape {tuple(tensor.shape)}"
             raise ShapeError(contract.name, parameter.name, f"shape [{' '.join(parameter.dims)}]", got)
         for expr, size in zip(parameter.dims, tensor.shape, strict=True):
-            if is_name(expr):
-                dims.setdefault(expr, size)
-            elif (offset := offset_of(expr)) is not None:
-                if size < offset[1]:
-                    raise ShapeError(
-                        contract.name, parameter.name, f"at least {offset[1]} elements ({expr})", str(size)
-                    )
-                dims.setdefault(offset[0], size - offset[1])
+            if (binding := binding_of(expr)) is None:
+                continue
+            name, offset = binding
+            if size < offset:
+                raise ShapeError(contract.name, parameter.name, f"at least {offset} elements ({expr})", str(size))
+            dims.setdefault(name, size - offset)
     return dims  # type: ignore[return-value]
 
 

@@ -89,7 +89,7 @@ class Harness:
         plan = StepPlan(tuple(rows), len(decodes))
         model = self.description
         batch = make_batch(plan, self.page_size, model.context_tokens, model.context_fill, CPU)
-        return dataclasses.replace(batch, sampled=torch.arange(batch.num_tokens))
+        return dataclasses.replace(batch, sampled=torch.arange(batch.ids.shape[0]))
 
     def run(self, decodes: Sequence[Text] = (), prefills: Sequence[tuple[Text, int]] = ()) -> None:
         """One step, whose logits go to the texts."""

@@ -64,6 +64,7 @@ def yarn(**fields: Any) -> dict[str, Any]:
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": None, "mscale": 0.0}},
         {"rope_parameters": dict(YARN) | {"rope_theta": 7.0, "attention_factor": 1.25}, "rope_theta": 5.0},
         {"rope_parameters": dict(YARN), "original_max_position_embeddings": 128},
+        {"rope_parameters": dict(YARN) | {"beta_fast": 1.0, "truncate": False}},  # a step, no ramp
         {"q_lora_rank": None, "tie_word_embeddings": True, "norm_topk_prob": False, "eos_token_id": [5, 6]},
         {key: value for key, value in KIMI_K2.items() if key != "model_type"},
     ],

@@ -91,7 +91,7 @@ def test_far_beyond_the_original_context(variant: str) -> None:
     assert_close(text, hf_logits(folder, ids))
 
 
-@pytest.mark.parametrize("prefix_rows", [1, 3, 16, 40])
+@pytest.mark.parametrize("prefix_rows", [1, 7, 16, 40])
 def test_prefixes_in_parts(prefix_rows: int) -> None:
     """Prefixes of several lengths beside a fresh prompt; parts end inside pages, and some rows have none of a part."""
     folder = tiny_checkpoint()

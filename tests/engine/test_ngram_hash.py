@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 from tests.engine.tiny import BASE, tiny_checkpoint
 from tokenspeed_engine.models.families import read_model
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig, parse_config
-from tokenspeed_engine.models.qwen4_exp.ngram_hash import is_prime, ngram_hash, splitmix64
+from tokenspeed_engine.models.qwen4_exp.ngram_hash import is_prime, ngram_hash
+from tokenspeed_engine.splitmix64 import GAMMA, splitmix64
 
 REAL_MULTIPLIERS = (23703573157769, 20109073645365, 8052911324071)
 REAL_PRIMES = (
@@ -43,8 +44,7 @@ def test_products_of_token_ids_fit_63_bits() -> None:
 
 def test_splitmix64() -> None:
     """First outputs of the generator's reference implementation for seed 0."""
-    gamma = 0x9E3779B97F4A7C15
-    outputs = [splitmix64(gamma * step) for step in range(3)]
+    outputs = [splitmix64(GAMMA * step) for step in range(3)]
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 

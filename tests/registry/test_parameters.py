@@ -15,7 +15,7 @@ from tokenspeed_registry.parameters import (
     Output,
     ScalarParameter,
     TensorParameter,
-    offset_of,
+    binding_of,
     read_outputs,
     read_parameters,
 )
@@ -82,11 +82,11 @@ def test_scalar_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expr", "offset"),
+    ("expr", "binding"),
     [
         ("seqs+1", ("seqs", 1)),
         ("a_b+12", ("a_b", 12)),
-        ("seqs", None),
+        ("seqs", ("seqs", 0)),
         ("seqs*2", None),
         ("1+seqs", None),
         ("seqs+n", None),
@@ -94,8 +94,8 @@ def test_scalar_parameters() -> None:
         ("4", None),
     ],
 )
-def test_offsets_bind(expr: str, offset: tuple[str, int] | None) -> None:
-    assert offset_of(expr) == offset
+def test_names_and_offsets_bind(expr: str, binding: tuple[str, int] | None) -> None:
+    assert binding_of(expr) == binding
 
 
 def plain_tensor(x: Tensor) -> None: ...

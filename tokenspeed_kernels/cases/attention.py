@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernels.cases import FLOATS, FP8
 from tokenspeed_kernels.cases.paging import (
     add_extremes,
     cu_seqlens,
@@ -18,8 +19,6 @@ from tokenspeed_kernels.cases.paging import (
 )
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-FP8 = torch.float8_e4m3fn
 # The dtype of the caches, None for that of the model, and the scales of keys and values, None for none.
 _CACHE: dict[str, list[Any]] = {"cache_dtype": [None, FP8], "scales": [(None, None), (0.05, 2.0), (None, 0.02)]}
 

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_kernels.cases.paging import cu_seqlens, strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SPARE_SLOTS = 2
 """Slots of each pool that the call does not use; they hold NaN, which no result may show."""
 

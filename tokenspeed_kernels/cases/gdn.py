@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernels.cases.conv import FLOATS, SPARE_SLOTS, choose_slots
+from tokenspeed_kernels.cases import FLOATS
+from tokenspeed_kernels.cases.conv import SPARE_SLOTS, choose_slots
 from tokenspeed_kernels.cases.paging import cu_seqlens, strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
 

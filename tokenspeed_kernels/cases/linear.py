@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_kernels.cases.paging import strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
-
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _linear(p: Params, make: Make) -> dict[str, Any]:

@@ -5,11 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernels.cases.linear import FLOATS
+from tokenspeed_kernels.cases import FLOATS, FP8
 from tokenspeed_kernels.cases.paging import strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
-
-FP8 = torch.float8_e4m3fn
 
 
 def fp8_block_weight(make: Make, *shape: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernels.cases import FLOATS, FP8
 from tokenspeed_kernels.cases.paging import (
     add_extremes,
     cu_seqlens,
@@ -16,9 +17,6 @@ from tokenspeed_kernels.cases.paging import (
     strided,
 )
 from tokenspeed_registry.cases import CaseSet, Make, Params
-
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-FP8 = torch.float8_e4m3fn
 
 
 def _merge_states(p: Params, make: Make) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernels.cases import FLOATS, FP8
 from tokenspeed_kernels.cases.paging import cu_seqlens, page_table, paged_cache, scale_tensor, scaled_cache, strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-FP8 = torch.float8_e4m3fn
 _DEEPSEEK: dict[str, Any] = {"nope": 128, "rope": 64, "latent": 512, "v_dim": 128, "dtype": torch.bfloat16}
 _PROJECTION: dict[str, list[Any]] = {
     "tokens": [3, 0, 1, 17],

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_kernels.cases.paging import strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
 from tokenspeed_registry.conformance import error_of
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 QWEN4 = {"hidden": 2560, "inter": 640, "experts": 512, "top_k": 10}
 DEEPSEEK = {"hidden": 7168, "inter": 2048, "experts": 256, "top_k": 8}
 

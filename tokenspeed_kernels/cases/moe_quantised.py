@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_kernels.cases.linear_quantised import fp8_block_weight, nvfp4_weight
-from tokenspeed_kernels.cases.moe import DEEPSEEK, FLOATS, IDS, QWEN4, SHRINK, count_hits, routed_tokens
+from tokenspeed_kernels.cases.moe import DEEPSEEK, IDS, QWEN4, SHRINK, count_hits, routed_tokens
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
 MODELS = {

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 TABLES = [*FLOATS, torch.float8_e4m3fn]
 
 _EOS = 3

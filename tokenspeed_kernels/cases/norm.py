@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_kernels.cases.paging import strided
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 _AXES: dict[str, list[Any]] = {
     "rows": [3, 0, 1, 17],
     "dim": [64, 1, 5, 256],

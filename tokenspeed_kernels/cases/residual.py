@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_registry.cases import CaseSet, Make, Params
-
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 _AXES: Params = {
     "tokens": [3, 0, 1, 17],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernels.cases import FLOATS, FP8
 from tokenspeed_kernels.cases.paging import (
     cu_seqlens,
     distinct_slots,
@@ -20,8 +21,6 @@ from tokenspeed_kernels.cases.paging import (
 )
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-FP8 = torch.float8_e4m3fn
 SEQUENCES: list[tuple[tuple[int, int], ...]] = [
     ((9, 2), (4, 4), (14, 3)),
     (),

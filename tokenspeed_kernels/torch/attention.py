@@ -12,11 +12,8 @@ from tokenspeed_kernels.torch.paged import (
     scatter_slots,
     token_sequences,
 )
-from tokenspeed_kernels.torch.softmax import softmax_attention
+from tokenspeed_kernels.torch.softmax import QUERY_BLOCK, softmax_attention
 from tokenspeed_registry import copy_into, kernel
-
-QUERY_BLOCK = 128
-"""Queries of a sequence whose scores are held at once."""
 
 
 @kernel(attention.kv_cache_write, backend="torch")

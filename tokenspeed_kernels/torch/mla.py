@@ -7,11 +7,8 @@ from torch import Tensor
 
 from tokenspeed_kernels import mla
 from tokenspeed_kernels.torch.paged import gather_pages, reachable_pages, scatter_slots
-from tokenspeed_kernels.torch.softmax import softmax_attention
+from tokenspeed_kernels.torch.softmax import QUERY_BLOCK, softmax_attention
 from tokenspeed_registry import copy_into, kernel
-
-QUERY_BLOCK = 128
-"""Queries of a sequence whose scores are held at once."""
 
 
 @kernel(mla.mla_decode, backend="torch")

@@ -68,7 +68,7 @@ def moe_experts(
     dtype = torch.float32 if reads_past_rows(x, hidden, inter) else x.dtype
     experts = Experts(count, inter, dtype, gate_up.__getitem__, down.__getitem__)
     y = sum_of_experts(x, weights, ids, first_expert, experts)
-    return y if out is None else out.copy_(y)
+    return y if out is None else copy_into(out, y)
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ def sum_of_experts(x: Tensor, weights: Tensor, ids: Tensor, first_expert: int, e
 @kernel(moe.silu_mul, backend="torch")
 def silu_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     y = silu_and_multiply(gate_up)
-    return y if out is None else out.copy_(y)
+    return y if out is None else copy_into(out, y)
 
 
 @kernel(moe.sigmoid_mul, backend="torch")
 def sigmoid_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     y = (x.float() * gate.float().sigmoid()).to(x.dtype)
-    return y if out is None else out.copy_(y)
+    return y if out is None else copy_into(out, y)
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from tokenspeed_kernels import moe_quantised
 from tokenspeed_kernels.quantise import from_fp8_block, from_nvfp4
 from tokenspeed_kernels.torch.linear_quantised import widened
 from tokenspeed_kernels.torch.moe import Experts, sum_of_experts
-from tokenspeed_registry import kernel
+from tokenspeed_registry import copy_into, kernel
 
 
 # Not to be captured: see `sum_of_experts`.
@@ -32,7 +32,7 @@ def moe_experts_fp8_block(
         lambda e: from_fp8_block(down[e], down_scale[e]),
     )
     y = sum_of_experts(x, weights, ids, first_expert, experts)
-    return y if out is None else out.copy_(y)
+    return y if out is None else copy_into(out, y)
 
 
 @kernel(moe_quantised.moe_experts_nvfp4, backend="torch", graph_capturable=False)
@@ -59,4 +59,4 @@ def moe_experts_nvfp4(
         lambda e: from_nvfp4(down[e], down_scale[e], down_global_scale[e]),
     )
     y = sum_of_experts(x, weights, ids, first_expert, experts)
-    return y if out is None else out.copy_(y)
+    return y if out is None else copy_into(out, y)

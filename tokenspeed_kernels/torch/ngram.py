@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernels import ngram, ngram_block
+from tokenspeed_kernels.torch.paged import token_sequences
 from tokenspeed_registry import OnHost, copy_into, kernel, vendor
 
 _LEAST_SCORE = 1e-6
@@ -26,7 +27,7 @@ def ngram_hash(
     out: Tensor | None = None,
 ) -> Tensor:
     rows = _hash(ids, context, cu_seqlens, multipliers, moduli, offsets, eos)
-    return rows if out is None else out.copy_(rows)
+    return rows if out is None else copy_into(out, rows)
 
 
 def _ngram_lookup(
@@ -39,7 +40,7 @@ def _ngram_lookup(
     out: Tensor | None = None,
 ) -> Tensor:
     embedding = _lookup(rows, table, scale, dtype, first_row)
-    return embedding if out is None else out.copy_(embedding)
+    return embedding if out is None else copy_into(out, embedding)
 
 
 def _ngram_embed(
@@ -59,7 +60,7 @@ def _ngram_embed(
 ) -> Tensor:
     rows = _hash(ids, context, cu_seqlens, multipliers, moduli, offsets, eos)
     embedding = _lookup(rows, table, scale, dtype, first_row)
-    return embedding if out is None else out.copy_(embedding)
+    return embedding if out is None else copy_into(out, embedding)
 
 
 ngram_lookup = kernel(ngram.ngram_lookup, backend="torch", constraints=_ON_DEVICE)(_ngram_lookup)
@@ -111,9 +112,8 @@ def _hash(
     order, heads = multipliers.shape[0], moduli.shape[0]
     if ids.shape[0] == 0:
         return ids.new_empty(0, heads)
-    token, bounds = torch.arange(ids.shape[0], device=ids.device), cu_seqlens.long()
-    sequence = torch.searchsorted(bounds[1:], token, right=True)  # skips empty sequences
-    position = token - bounds[sequence]
+    sequence, position = token_sequences(cu_seqlens, ids.shape[0])
+    token = torch.arange(ids.shape[0], device=ids.device)
     value, ended = ids * multipliers[0], torch.zeros_like(ids, dtype=torch.bool)
     columns = []
     for back in range(1, order):

@@ -34,7 +34,7 @@ def sample(
     last = (weights > 0).sum(1, keepdim=True) - 1
     chosen = (cumulative <= uniform * mass).sum(1, keepdim=True).minimum(last).clamp_min(0)
     ids = order.gather(1, chosen).squeeze(1)
-    return ids if out is None else out.copy_(ids)
+    return ids if out is None else copy_into(out, ids)
 
 
 @kernel(sampling.logprobs, backend="torch")

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+QUERY_BLOCK = 128
+"""Queries of a sequence whose scores an attention kernel holds at once."""
+
 
 def softmax_attention(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float

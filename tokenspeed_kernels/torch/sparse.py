@@ -11,7 +11,7 @@ from tokenspeed_kernels.torch.norm import rms_norm
 from tokenspeed_kernels.torch.paged import narrowed, reachable_pages, scatter_rows, token_positions, wide_rows
 from tokenspeed_kernels.torch.rope import rope
 from tokenspeed_kernels.torch.topk import largest
-from tokenspeed_registry import kernel
+from tokenspeed_registry import copy_into, kernel
 
 TILE = 2**23
 """Elements of the largest temporary, roughly: longer packed inputs are worked off in tiles of tokens."""
@@ -81,7 +81,7 @@ def index_scores(
 @kernel(sparse.topk_blocks, backend="torch")
 def topk_blocks(scores: Tensor, *, top_k: int, out: Tensor | None = None) -> Tensor:
     blocks = _best_blocks(scores, top_k)
-    return blocks if out is None else out.copy_(blocks)
+    return blocks if out is None else copy_into(out, blocks)
 
 
 # As for `index_scores`.

@@ -59,10 +59,6 @@ class StepPlan:
     rows: tuple[Row, ...]
     num_decodes: int
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -59,11 +59,6 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the most probable token is always taken, so that no random number is drawn."""
-        return self.temperature == 0
-
 
 def _integer(name: str, value: object, low: int, high: int | None) -> None:
     # bool is an int to Python; `top_k=True` is a mistake all the same.

@@ -6,27 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tokenspeed_engine.splitmix64 import GAMMA, splitmix64
+
 from .config import EOS_ID, DemoConfig
 from .layers import DepthwiseConv, RMSNorm
-
-_MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-
-
-def splitmix64(value: int) -> int:
-    """One output of the splitmix64 generator."""
-    value = (value + _GAMMA) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 def hash_multipliers(config: DemoConfig, ple_index: int) -> list[int]:
     """Odd multiplier of each position of an n-gram, current token first; token id · multiplier stays below 2⁶³."""
     half = max(1, ((1 << 63) - 1) // config.vocab_size // 2)
     seed = config.seed + 10007 * ple_index
-    values = ((seed + _GAMMA * (i + 1)) & _MASK for i in range(config.ngram_size))
-    return [2 * (splitmix64(value) % half) + 1 for value in values]
+    return [2 * (splitmix64(seed + GAMMA * (i + 1)) % half) + 1 for i in range(config.ngram_size)]
 
 
 def table_sizes(config: DemoConfig, ple_index: int) -> list[int]:

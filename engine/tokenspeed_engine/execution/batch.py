@@ -35,10 +35,6 @@ class Batch:
     prefix_lens: tuple[int, ...]
 
     @property
-    def num_tokens(self) -> int:
-        return self.ids.shape[0]
-
-    @property
     def num_sequences(self) -> int:
         return self.slots.shape[0]
 
@@ -51,7 +47,6 @@ def make_batch(plan: StepPlan, page_size: int, context_tokens: int, context_fill
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
-    positions = [position for row, end in zip(rows, ends, strict=True) for position in range(row.start, end)]
     pages = [row.pages[: -(-end // page_size)] for row, end in zip(rows, ends, strict=True)]
     width = max(map(len, pages))
 
@@ -60,7 +55,7 @@ def make_batch(plan: StepPlan, page_size: int, context_tokens: int, context_fill
 
     return Batch(
         ids=tensor([token for row in rows for token in row.tokens], torch.int64),
-        positions=tensor(positions, torch.int64),
+        positions=tensor([position for row in rows for position in _positions(row)], torch.int64),
         slot_mapping=tensor(
             [row.pages[p // page_size] * page_size + p % page_size for row in rows for p in _positions(row)],
             torch.int64,

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_engine.control import Accepted, Failed, RowResult, Sample, TokenLogprobs
+from tokenspeed_engine.splitmix64 import splitmix64
 from tokenspeed_kernels.sampling import logprobs, sample
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def sample_rows(logits: Tensor, samples: Sequence[Sample]) -> list[RowResult]:
@@ -44,7 +42,7 @@ def uniform(seed: int, index: int) -> float:
 
     24 bits are what float32 holds exactly, so the number never rounds up to 1.
     """
-    return (_splitmix64(_splitmix64(seed) ^ index) >> 40) / (1 << 24)
+    return (splitmix64(splitmix64(seed) ^ index) >> 40) / (1 << 24)
 
 
 def _logprobs(logits: Tensor, ids: Tensor, samples: Sequence[Sample], rows: list[int]) -> dict[int, TokenLogprobs]:
@@ -57,10 +55,3 @@ def _logprobs(logits: Tensor, ids: Tensor, samples: Sequence[Sample], rows: list
         row: TokenLogprobs(token, logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
         for row, count, token, logprob, top_values, top_ids in table
     }
-
-
-def _splitmix64(value: int) -> int:
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

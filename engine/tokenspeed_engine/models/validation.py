@@ -19,13 +19,16 @@ class FieldProblems(ValueError):
         self.problems = problems
 
 
-def validated(kind: type[Config], fields: Mapping[str, Any], subject: str) -> Config:
-    """A `kind` of `fields`. Raises ConfigError about `subject`, each problem beginning with the field to change."""
+def validated(kind: type[Config], fields: Mapping[str, Any], subject: str, path: str = "") -> Config:
+    """A `kind` of `fields`, which are those at `path` of a config.json, such as "text_config.".
+
+    Raises ConfigError about `subject`, each problem beginning with the field to change.
+    """
     try:
         # Through JSON, where pydantic's strict mode takes an array for a tuple and still no string for a number.
         return kind.model_validate_json(json.dumps(fields))
     except ValidationError as error:
-        raise ConfigError(subject, _describe(error)) from error
+        raise ConfigError(subject, [f"{path}{problem}" for problem in _describe(error)]) from error
 
 
 def refuse_quantisation(fields: Mapping[str, Any], subject: str) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ class GenerationResponse(Response):
         num_per_prompt: n.
         format: of the endpoint; made for this response.
         stream: server-sent events rather than one JSON object.
+        started: time.perf_counter() when the whole body had arrived.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GenerationResponse(Response):
         num_per_prompt: int,
         format: Format,
         stream: bool,
-        started: float | None = None,
+        started: float,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -47,7 +47,7 @@ class GenerationResponse(Response):
         self._num_prompt_tokens = sum(len(ids) for ids, _ in requests[::num_per_prompt])
         self._format = format
         self._stream = stream
-        self._started = time.perf_counter() if started is None else started
+        self._started = started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _while_connected(receive, self._respond(scope, receive, send))

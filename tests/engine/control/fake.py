@@ -50,7 +50,7 @@ def fold_all(tokens: Sequence[int]) -> int:
 def choose(seen: int, state: int, params: SamplingParams, seed: int, index: int) -> int:
     """The token the model takes: of what the pages and the slot say, and of the randomness where it samples."""
     value = fold(seen, state)
-    if not params.greedy:
+    if params.temperature > 0:
         value = fold(fold(value, seed), index)
     return (value >> 20) % VOCAB
 
@@ -120,7 +120,7 @@ class FakeExecutor:
         pages = [page for row in plan.rows for page in row.pages]
         assert len(set(pages)) == len(pages)
         assert len({row.slot for row in plan.rows}) == len(plan.rows) <= self.config.max_batch
-        assert 0 < plan.num_tokens <= self.config.max_step_tokens
+        assert 0 < sum(len(row.tokens) for row in plan.rows) <= self.config.max_step_tokens
         assert [row.decode for row in plan.rows] == [i < plan.num_decodes for i in range(len(plan.rows))]
 
     def _cell(self, row: Row, position: int) -> tuple[int, int]:

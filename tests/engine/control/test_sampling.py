@@ -47,8 +47,7 @@ def test_bad_value_names_its_field(field: str, value: Any, error: type[Exception
 
 def test_extremes_are_taken() -> None:
     params = SamplingParams(temperature=0, top_k=1 << 40, top_p=0, seed=-(1 << 63), logprobs=0, stop_token_ids=(0,))
-    assert params.greedy
-    assert not SamplingParams(top_p=0).greedy
+    assert (params.top_k, params.seed) == (1 << 40, -(1 << 63))
     assert SamplingParams(seed=(1 << 63) - 1, logprobs=20).logprobs == 20
 
 

@@ -1,13 +1,13 @@
 """Configuration of the text model, with the field names and defaults of its Hugging Face config."""
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tokenspeed_engine.checkpoint.errors import ConfigError
 from tokenspeed_engine.models.qwen4_exp.checks import find_problems
+from tokenspeed_engine.models.validation import FieldProblems, refuse_quantisation, validated
 
 LayerKind = Literal["linear_attention", "full_attention"]
 
@@ -21,14 +21,6 @@ LAYER_TYPE_SYNONYMS: Mapping[str, LayerKind] = {
 ACTIVATION_SYNONYMS: Mapping[str, str] = {"swish": "silu"}
 
 Size = Annotated[int, Field(gt=0)]
-
-
-class _FieldProblems(ValueError):
-    """Problems that pydantic's own messages cannot carry as a list."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__(*problems)
-        self.problems = problems
 
 
 class RopeParameters(BaseModel):
@@ -101,7 +93,7 @@ class Qwen4ExpConfig(BaseModel):
     def _check(self) -> Self:
         problems = find_problems(self)
         if problems:
-            raise _FieldProblems(problems)
+            raise FieldProblems(problems)
         return self
 
     @property
@@ -166,28 +158,12 @@ def parse_config(raw: Mapping[str, Any], subject: str = "config.json") -> Qwen4E
         raise ConfigError(subject, ["text_config: missing, or not an object"])
     inherited = {key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in raw}
     text = inherited | dict(text)
-    quantisation = raw.get("quantization_config") or text.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-        raise ConfigError(subject, [f"quantization_config: {method} weights are not supported"])
+    refuse_quantisation(dict(text) | dict(raw), subject)
     try:
-        # Through JSON, where pydantic's strict mode takes an array for a tuple and still no string for a number.
-        return Qwen4ExpConfig.model_validate_json(json.dumps(_normalise(text)))
-    except _FieldProblems as error:
+        fields = _normalise(text)
+    except FieldProblems as error:
         raise ConfigError(subject, [f"{path}{problem}" for problem in error.problems]) from error
-    except ValidationError as error:
-        raise ConfigError(subject, _describe(error, path)) from error
-
-
-def _describe(error: ValidationError, path: str) -> list[str]:
-    problems: list[str] = []
-    for detail in error.errors():
-        if detail["type"] == "value_error":
-            problems += [f"{path}{problem}" for problem in detail["ctx"]["error"].problems]
-        else:
-            field = ".".join(str(part) for part in detail["loc"])
-            problems.append(f"{path}{field}: {detail['msg']}, got {detail['input']!r}")
-    return problems
+    return validated(Qwen4ExpConfig, fields, subject, path)
 
 
 def _normalise(raw: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +178,7 @@ def _normalise(raw: dict[str, Any]) -> dict[str, Any]:
     if "layer_types" not in fields and isinstance(layers, int):
         interval = fields.get("full_attention_interval", 4)
         if not isinstance(interval, int) or interval < 1:
-            raise _FieldProblems([f"full_attention_interval: must be a positive integer, got {interval!r}"])
+            raise FieldProblems([f"full_attention_interval: must be a positive integer, got {interval!r}"])
         kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
         fields["layer_types"] = kinds
     elif isinstance(fields.get("layer_types"), list):

@@ -5,9 +5,8 @@ import itertools
 from dataclasses import dataclass
 
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
+from tokenspeed_engine.splitmix64 import GAMMA, splitmix64
 
-_MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
 _INDEX_STRIDE = 10007
 
 # The least composite that passes all of these is 318665857834031151167461 (Sorenson and Webster, 2015).
@@ -41,15 +40,7 @@ def _multipliers(config: Qwen4ExpConfig, index: int) -> tuple[int, ...]:
     """Odd, and small enough that a token id times one of them stays below 2^63."""
     half = max(1, ((1 << 63) - 1) // config.vocab_size // 2)
     seed = config.seed + _INDEX_STRIDE * index
-    return tuple(2 * (splitmix64(seed + _GAMMA * (i + 1)) % half) + 1 for i in range(config.ngram_size))
-
-
-def splitmix64(value: int) -> int:
-    """One output of the SplitMix64 generator (Steele, Lea and Flood, 2014) for state `value` mod 2^64."""
-    value = (value + _GAMMA) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+    return tuple(2 * (splitmix64(seed + GAMMA * (i + 1)) % half) + 1 for i in range(config.ngram_size))
 
 
 @functools.cache
