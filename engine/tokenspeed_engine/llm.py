@@ -69,6 +69,7 @@ class Generation:
 class LLM:
     """A model folder, loaded and ready to generate; without one, the small model that ships with the engine.
 
+    `core` is the control plane, for those that drive it themselves instead of calling `generate` or `stream`.
     Raises `CheckpointError` or `ConfigError` for a folder that cannot be served, each problem by name, and
     `ValueError` for sizes that cannot work.
     """
@@ -87,7 +88,7 @@ class LLM:
             control.num_pages, control.page_size, control.num_slots, dtype, device
         )
         runner = ModelRunner(self.description, self.description.build(weights), caches, control.page_size, device)
-        self._core = EngineCore(
+        self.core = EngineCore(
             control,
             runner,
             vocab_size=self.description.config.vocab_size,
@@ -99,14 +100,9 @@ class LLM:
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
     @property
-    def core(self) -> EngineCore:
-        """The control plane, for those that drive it themselves instead of calling `generate` or `stream`."""
-        return self._core
-
-    @property
     def num_free(self) -> tuple[int, int]:
         """Pages and slots that no request holds."""
-        return self._core.scheduler.pages.num_free, self._core.scheduler.slots.num_free
+        return self.core.scheduler.pages.num_free, self.core.scheduler.slots.num_free
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -147,7 +143,7 @@ class LLM:
         self._inboxes |= {request: deque() for request in live}
         try:
             for request, ids, each in zip(live, encoded, params, strict=True):
-                self._core.add(request, ids, each)
+                self.core.add(request, ids, each)
             unfinished = set(live)
             while unfinished:
                 for output in self._receive(live):
@@ -156,13 +152,13 @@ class LLM:
                     yield output
         finally:
             for request in live:
-                self._core.abort(request)
+                self.core.abort(request)
                 del self._inboxes[request]
 
     def _receive(self, requests: Sequence[str]) -> list[RequestOutput]:
         """What came for these requests; runs a step if nothing has. Steps serve all streams that are open."""
         if not any(self._inboxes[request] for request in requests):
-            for output in self._core.step():
+            for output in self.core.step():
                 if output.request_id in self._inboxes:  # else its stream was left early
                     self._inboxes[output.request_id].append(output)
         received = [output for request in requests for output in self._inboxes[request]]

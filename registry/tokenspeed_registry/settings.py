@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass
 class Settings:
-    """`kernels` maps an op (or "*") to an explicit choice of backend or kernel; `disabled` names plugins."""
+    """`kernels` maps an op (or "*") to an explicit choice of backend or kernel; `disabled` names plugins.
+
+    The fields are those of `Configuration`, which cannot stand here: importing pydantic costs more than the rest.
+    """
 
     debug: bool = False
     self_check: bool = True

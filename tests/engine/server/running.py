@@ -69,8 +69,8 @@ class RunningServer:
 
     def __init__(self, engine: AsyncLLM, max_body_bytes: int, drain_seconds: int = 5) -> None:
         self.engine = engine
-        self.gate = Gate(engine._llm._core._executor)
-        engine._llm._core._executor = self.gate
+        self.gate = Gate(engine._llm.core._executor)
+        engine._llm.core._executor = self.gate
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
