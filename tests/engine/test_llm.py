@@ -19,6 +19,7 @@ VARIANTS = (
     "no_ngrams",
     "compress_ratio_2",
     "silu_gate",
+    "two_index_heads",
 )
 LENGTHS = (1, 7, 23, 41, 70)
 SMALL = EngineOptions(page_size=8, max_batch=5, max_step_tokens=16, max_context=128)

@@ -77,6 +77,8 @@ VARIANTS: Mapping[str, Variant] = {
     "no_ngrams": Variant({"ple_layer_ids": []}),
     "compress_ratio_2": Variant({"indexer_compress_ratio": 2}),
     "silu_gate": Variant({"output_gate_type": None}),
+    # With so few heads many blocks score 0, and such ties must be broken as the oracle does.
+    "two_index_heads": Variant({"indexer_n_heads": 2}),
     "raw_router_weights": Variant({"norm_topk_prob": False}),
 }
 

@@ -243,3 +243,19 @@ def test_errors_name_what_is_wrong() -> None:
     for dtype in (torch.int32, torch.float64, torch.float8_e4m3fn):
         with pytest.raises(ArgumentError, match="dtype"):
             ngram_lookup(rows, table, None, dtype=dtype)
+
+
+@pytest.mark.parametrize("scale", [None, "one", "row"])
+def test_shards_of_a_table_by_rows_add_up_to_the_whole(scale: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(40, 8, generator=generator).to(torch.float8_e4m3fn)
+    scales = {None: None, "one": torch.tensor([0.5]), "row": torch.rand(40, generator=generator)}[scale]
+    rows = torch.randint(-1, 40, (50, 4), generator=generator)
+    whole = ngram_lookup(rows, table, scales, dtype=torch.float32)
+    parts = []
+    for first, last in ((0, 13), (13, 14), (14, 40)):
+        own = scales[first:last] if scales is not None and scale == "row" else scales
+        parts.append(ngram_lookup(rows, table[first:last], own, dtype=torch.float32, first_row=first))
+    assert torch.equal(sum(parts[1:], parts[0]), whole)
+    with pytest.raises(ContentError, match="table_rows"):
+        ngram_lookup(rows[:4], table[:13], None, dtype=torch.float32)
