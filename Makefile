@@ -3,7 +3,7 @@ BIN := .venv/bin
 # Tests run in one process a core: more torch threads than that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint bench docs docs
+.PHONY: setup demo test test-all lint bench docs
 
 setup: .venv/installed
 
@@ -29,9 +29,6 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n auto -m "not gpu"
-
-docs: setup
-	$(BIN)/python -m tokenspeed_kernels.reference_pages docs
 
 bench: setup
 	$(BIN)/python bench/dispatch.py

@@ -29,7 +29,8 @@ def _merge_states(p: Params, make: Make) -> dict[str, Any]:
         if p["empty_rows"]:
             empty = make.integers(*shape, low=0, high=3) == 0
             sides[f"lse_{side}"][empty] = -torch.inf
-            sides[f"out_{side}"][empty] = 0.0
+            # Finite, but otherwise anything: a side without keys has no say in the result.
+            sides[f"out_{side}"][empty] *= 1e4
     return sides
 
 
