@@ -7,6 +7,13 @@ CPU up to 64 elements, or always with `TOKENSPEED_KERNELS_DEBUG=1`; it then rais
 Elsewhere the caller vouches for it.
 """
 
+import gc
+
+# Declaring ops makes many small objects, all of which live on. A collection in the midst of it, which walks everything
+# that torch has made before, would cost a third of the import and find nothing.
+_collects = gc.isenabled()
+gc.disable()
+
 from tokenspeed_kernels.attention import kv_cache_write, paged_attention
 from tokenspeed_kernels.conv import causal_conv_prefill, causal_conv_update
 from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_gates, gdn_prefill
@@ -26,6 +33,9 @@ from tokenspeed_kernels.sampling import logprobs, sample
 from tokenspeed_kernels.sparse import index_cache_write, index_scores, sparse_attention, topk_blocks
 from tokenspeed_kernels.sparse_select import select_blocks
 from tokenspeed_registry import trace, use
+
+if _collects:
+    gc.enable()
 
 __all__ = [
     "add_rms_norm",

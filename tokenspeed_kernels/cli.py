@@ -125,9 +125,9 @@ def explain(
     ]
     if as_json:
         return print_json({"op": op, "arch": platform.arch, "chosen": chosen, "candidates": rows})
-    open_rows = [row["kernel"] for row in rows if row["accepted"] is None]
-    unless = f", unless what is not given lets {' or '.join(open_rows)} serve" if open_rows else ""
-    shown = [row | {"accepted": {None: "depends"}.get(row["accepted"], row["accepted"])} for row in rows]
+    undecided = [c.kernel.name for c in candidates if c.accepted is None]
+    unless = f", unless what is not given lets {' or '.join(undecided)} serve" if undecided else ""
+    shown = [row | {"accepted": "depends" if row["accepted"] is None else row["accepted"]} for row in rows]
     return print_table(f"{op} on {platform.arch}: {chosen or 'no kernel'}{unless}", shown)
 
 

@@ -18,7 +18,11 @@ SHORT = 64
 
 
 class ContentCheck(Protocol):
-    """A property of one tensor argument's values."""
+    """A property of one tensor argument's values.
+
+    A check may have an attribute `quick`: an expression over dims and `_values`, a flat list, that is true of right
+    values. It stands in the generated dispatch and spares right calls `verify`, which says what is wrong.
+    """
 
     @property
     def argument(self) -> str: ...
@@ -43,6 +47,10 @@ class Offsets:
     def needs(self) -> tuple[str, ...]:
         return (self.total,)
 
+    @property
+    def quick(self) -> str:
+        return f"_values and _values[0] == 0 and _values[-1] == {self.total} and _values == sorted(_values)"
+
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
         offsets = values.tolist()
         total = dims[self.total]
@@ -62,6 +70,10 @@ class Indices:
     @property
     def needs(self) -> tuple[str, ...]:
         return tuple(self.below.split("*"))
+
+    @property
+    def quick(self) -> str:
+        return f"not _values or min(_values) >= -1 and max(_values) < {self.below}"
 
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
         limit = dims[self.below] if self.below in dims else evaluate(self.below, dims)
@@ -83,6 +95,10 @@ class Lengths:
     @property
     def needs(self) -> tuple[str, ...]:
         return self.capacity
+
+    @property
+    def quick(self) -> str:
+        return f"not _values or min(_values) >= 0 and max(_values) <= {'*'.join(self.capacity)}"
 
     def verify(self, op: str, values: torch.Tensor, dims: Mapping[str, int]) -> None:
         limit = 1

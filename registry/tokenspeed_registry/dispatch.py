@@ -7,7 +7,7 @@ The generated source reads like this, for an op of one tensor with a static dim:
             ...the torch.library op...
         try:
             _d_tokens, _d_dim, = x.shape
-            _device = x.device
+            _device = None if x.is_cpu else x.device
             _valid = x.is_contiguous() and not x.requires_grad
             _guard = _dispatcher.guard if _valid else None
             _key = (_device, x.dtype, _d_dim, _guard and _guard(_d_tokens, _d_dim))
@@ -159,7 +159,7 @@ def _bindings(contract: Contract) -> tuple[list[str], list[str]]:
         statements += binding
         checks += conditions + _layout_and_device(contract, tensor)
         if index == 0:
-            statements += [f"_device = {tensor.name}.device", f"_on_cpu = {tensor.name}.is_cpu"]
+            statements += [f"_on_cpu = {tensor.name}.is_cpu", f"_device = None if _on_cpu else {tensor.name}.device"]
             statements.append(f"_index = -1 if _on_cpu else {tensor.name}.get_device()")
     uncertain = _uncertain(contract)
     statements += [f"{_local(dim)} = None" for dim in uncertain if dim not in {scalar.name for scalar in numbers}]
@@ -265,10 +265,18 @@ def _content(contract: Contract) -> list[str]:
         sizes = "*".join(f"({_expression(expr, contract)})" for expr in tensor.dims) or "1"
         readable = "True" if name in contract.host else "_on_cpu"
         condition = f"{readable} and {sizes} <= {SHORT} or _registry.debug"
-        lines += [
-            f"    if {f'{name} is not None and ({condition})' if tensor.optional else condition}:",
-            f"        _V{index}.verify({contract.name!r}, {name}, {{{dims}}})",
-        ]
+        lines.append(f"    if {f'{name} is not None and ({condition})' if tensor.optional else condition}:")
+        verify = f"_V{index}.verify({contract.name!r}, {name}, {{{dims}}})"
+        quick: str | None = getattr(check, "quick", None)
+        if quick is None:
+            lines.append(f"        {verify}")
+        else:
+            flat = name if len(tensor.dims) == 1 else f"{name}.flatten()"
+            lines += [
+                f"        _values = {flat}.tolist()",
+                f"        if not ({_expression(quick, contract)}):",
+                f"            {verify}",
+            ]
     return lines
 
 
