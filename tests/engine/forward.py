@@ -114,3 +114,26 @@ class Harness:
             sample=None,
             decode=decode,
         )
+
+
+def with_padding(batch: Batch, context_fill: int = 0) -> Batch:
+    """One decode row between two rows without a sequence, as a graph captured for a larger batch would run it."""
+
+    def padded(tensor: Tensor, value: int) -> Tensor:
+        rows = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype)
+        return torch.cat([rows, tensor, rows])
+
+    return dataclasses.replace(
+        batch,
+        ids=padded(batch.ids, -1),
+        positions=padded(batch.positions, 0),
+        slot_mapping=padded(batch.slot_mapping, -1),
+        cu_seqlens=torch.arange(4, dtype=torch.int32),
+        seq_lens=padded(batch.seq_lens, 0),
+        page_table=padded(batch.page_table, -1),
+        slots=padded(batch.slots, -1),
+        fresh=padded(batch.fresh, 0),
+        context=padded(batch.context, context_fill),
+        sampled=torch.tensor([1]),
+        num_decodes=3,
+    )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.steady import without_near_ties
 from tests.engine.tiny_deepseek import VARIANTS, hf_greedy, hf_logits, tiny_checkpoint
 from tokenspeed_engine import LLM, EngineOptions, SamplingParams
 
@@ -17,18 +18,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 
 def steady_prompts(folder: Path, count: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-    """Prompts whose greedy continuations have no near-tie, which any other order of summing might break; with these."""
-    found, tokens = [], []
-    for index in range(len(LENGTHS)):
-        for seed in range(20):
-            try:
-                tokens.append(tuple(hf_greedy(folder, prompts(seed)[index], count)))
-            except RuntimeError:
-                continue
-            found.append(prompts(seed)[index])
-            break
-    assert len(found) == len(LENGTHS)
-    return found, tokens
+    return without_near_ties(prompts, lambda prompt, length: hf_greedy(folder, prompt, length), count)
 
 
 def greedy(count: int) -> SamplingParams:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.forward import Harness, Text, weights_of
+from tests.engine.forward import Harness, Text, weights_of, with_padding
 from tests.engine.tiny import BASE, EOS, VARIANTS, hf_logits, tiny_checkpoint
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.models.families import describe_model, read_model
@@ -171,25 +171,7 @@ def test_padding_rows_change_nothing() -> None:
     text = harness.start(IDS[:40])
     harness.run(prefills=[(text, 39)])
     batch = harness.batch([text], [])
-
-    def padded(tensor: Tensor, value: int) -> Tensor:
-        rows = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype)
-        return torch.cat([rows, tensor, rows])
-
-    wider = dataclasses.replace(
-        batch,
-        ids=padded(batch.ids, -1),
-        positions=padded(batch.positions, 0),
-        slot_mapping=padded(batch.slot_mapping, -1),
-        cu_seqlens=torch.arange(4, dtype=torch.int32),
-        seq_lens=padded(batch.seq_lens, 0),
-        page_table=padded(batch.page_table, -1),
-        slots=padded(batch.slots, -1),
-        fresh=padded(batch.fresh, 0),
-        context=padded(batch.context, EOS),
-        sampled=torch.tensor([1]),
-        num_decodes=3,
-    )
+    wider = with_padding(batch, EOS)
     before = [pool.clone() for pool in harness.caches.tensors()]
     with torch.inference_mode():
         logits = harness.model.forward(wider, harness.caches)
