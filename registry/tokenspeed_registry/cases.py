@@ -93,7 +93,8 @@ class CaseSet:
 
     `edges` are full or partial parameter sets over the defaults. `models` names the shapes at which models call the
     op; each of `shrink` is laid over every one of them, where it makes numbers no larger, for a case that has the
-    model's static dims, to which kernels are specialised, and is small in all others. `compare(arguments, got,
+    model's static dims, to which kernels are specialised, and is small in all others. `sweeps` lays, over the model of
+    that name, each of a list of parameters: the sizes at which the op is timed and tuned. `compare(arguments, got,
     wanted)` replaces the usual comparison for ops whose right answer is not unique (ties of a top-k); it returns an
     error as the usual one does. `counts(arguments)` counts what no shape says and the cost depends on, for example
     the experts hit; see `Signature.count`.
@@ -104,6 +105,7 @@ class CaseSet:
     edges: Sequence[Params] = ()
     models: Mapping[str, Params] = field(default_factory=dict)
     shrink: Sequence[Params] = ()
+    sweeps: Mapping[str, Sequence[Params]] = field(default_factory=dict)
     compare: Compare | None = None
     counts: Callable[[Arguments], Mapping[str, int]] | None = None
 
@@ -137,6 +139,16 @@ class CaseSet:
         if name not in self.models:
             raise UnknownNameError(f"unknown model {name!r}; known: {', '.join(map(repr, self.models))}")
         return self.case(self.models[name])
+
+    def swept(self) -> dict[str, Case]:
+        """The cases of all sweeps, by the model's name and what differs from it: `qwen4_exp decode, batch=8`."""
+        cells = ((model, overlay) for model, overlays in self.sweeps.items() for overlay in overlays)
+        return {
+            ", ".join([model, *(f"{name}={value}" for name, value in overlay.items())]): self.case(
+                {**self.models[model], **overlay}
+            )
+            for model, overlay in cells
+        }
 
     def arguments(self, contract: Contract, case: Case, device: torch.device = CPU) -> dict[str, Any]:
         """All arguments of the op by name, in the contract's order, made on `device` (but those of `host`)."""
