@@ -6,28 +6,27 @@ an unknown op, backend or arch (one line on stderr).
 
 import sys
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
+from tokenspeed_kernels.choose import Backend, Ops, chosen_kernels
+from tokenspeed_kernels.compile_command import compile_kernels
 from tokenspeed_kernels.config_commands import cache_app, choose_config, show_config
+from tokenspeed_kernels.facts import versions
 from tokenspeed_kernels.new_backend import new_backend
 from tokenspeed_kernels.printing import Json, print_json, print_rows, print_table
-from tokenspeed_registry import Contract, Kernel, TokenspeedError, UnknownNameError, known_platform, present_platform
+from tokenspeed_kernels.verify_command import verify
+from tokenspeed_registry import Contract, TokenspeedError, UnknownNameError, known_platform, present_platform
 from tokenspeed_registry.cases import case_set
-from tokenspeed_registry.conformance import Report, check_kernel
 from tokenspeed_registry.platform import PLATFORMS
 from tokenspeed_registry.registry import default_registry
 from tokenspeed_registry.signature import Flag, Signature
 from tokenspeed_registry.validation import check_partial
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-Ops = Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")]
-Backend = Annotated[str | None, typer.Option("--backend", help="Only kernels of this backend.")]
-PACKAGES = ("tokenspeed-kernels", "torch", "triton", "nvidia-cutlass-dsl", "cuda-python", "hip-python", "numpy")
 
 
 @app.command()
@@ -40,12 +39,11 @@ def doctor(as_json: Json = False) -> None:
         "device": platform.device,
         "features": sorted(platform.features),
     }
-    versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
     plugins = [{"name": s.name, "usable": s.usable, "reason": s.reason} for s in default_registry.plugins()]
     if as_json:
-        return print_json({"platform": facts, "versions": versions, "plugins": plugins})
+        return print_json({"platform": facts, "versions": versions(), "plugins": plugins})
     print_table("platform", [facts])
-    print_table("versions", [{"package": name, "version": found} for name, found in versions.items()])
+    print_table("versions", [{"package": name, "version": found} for name, found in versions().items()])
     return print_table("plugins", plugins)
 
 
@@ -76,7 +74,7 @@ def kernels(op: Ops = None, backend: Backend = None, as_json: Json = False) -> N
                 if (known := default_registry.evidence.describe(kernel, arch)) != "none"
             },
         }
-        for kernel in _kernels(op, backend)
+        for kernel in chosen_kernels(op, backend)
     ]
     print_rows(rows, "kernels", as_json)
 
@@ -131,29 +129,6 @@ def explain(
     return print_table(f"{op} on {platform.arch}: {chosen or 'no kernel'}{unless}", shown)
 
 
-@app.command()
-def verify(op: Ops = None, backend: Backend = None, as_json: Json = False) -> None:
-    """Runs conformance of the kernels that run on this machine; exit code 1 where one fails or was lost."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reports = []
-    for kernel in _kernels(op, backend):
-        fits = kernel.requires.explain(present_platform()) is None
-        if kernel.backend != "reference" and fits and kernel.name not in default_registry.unusable:
-            report = check_kernel(default_registry.contract(kernel.op), kernel, device)
-            reports.append(report)
-            for failure in report.failures:
-                print(f"{kernel.name}: {failure}", file=sys.stderr)
-    if not reports:
-        raise UnknownNameError("no kernel to verify here: the filters leave none that this machine can run")
-    print_rows([_verdict(report) for report in reports], f"conformance on {device}", as_json)
-    # A module that failed to import took its kernels along: their absence must not pass for success.
-    broken = [status for status in default_registry.plugins() if status.usable and status.reason]
-    for status in broken:
-        print(f"plugin {status.name}: {status.reason}", file=sys.stderr)
-    if broken or not all(report.ok for report in reports):
-        raise typer.Exit(1)
-
-
 def main() -> None:
     """Entry point. Errors that the toolkit raises on purpose end in one line and exit code 2."""
     try:
@@ -161,36 +136,6 @@ def main() -> None:
     except TokenspeedError as error:
         print(f"tokenspeed-kernels: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _verdict(report: Report) -> dict[str, Any]:
-    return {
-        "op": report.op,
-        "kernel": report.kernel,
-        "backend": report.backend,
-        "cases": report.cases,
-        "refused": report.refused,
-        "unreached": report.unreached,
-        "worst_error": report.worst.error,
-        "tolerance": report.worst.tolerance,
-        "ok": report.ok,
-    }
-
-
-def _kernels(ops: list[str] | None, backend: str | None) -> list[Kernel]:
-    names = [default_registry.contract(op).name for op in ops] if ops else list(default_registry.contracts)
-    found = [kernel for name in names for kernel in default_registry.kernels(name)]
-    backends = sorted({kernel.backend for kernel in default_registry.kernels()})
-    if backend is not None and backend not in backends:
-        raise UnknownNameError(f"unknown backend {backend!r}; backends with kernels: {', '.join(backends)}")
-    return [kernel for kernel in found if backend in (None, kernel.backend)]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _pairs(options: list[str] | None, known: frozenset[str], what: str) -> list[tuple[str, str]]:
@@ -249,6 +194,8 @@ def _of_model(contract: Contract, name: str) -> Signature:
 
 
 app.callback()(choose_config)
+app.command("verify")(verify)
+app.command("compile")(compile_kernels)
 app.command("config")(show_config)
 app.add_typer(cache_app, name="cache")
 app.command("new-backend")(new_backend)

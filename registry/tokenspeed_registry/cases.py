@@ -159,7 +159,11 @@ class CaseSet:
 
         Raises `ArgumentError` for a case whose arguments do not fit the contract.
         """
-        return self.describe(contract, self._arguments(contract, case, Make(case.seed, blank=True), CPU))
+        return self.describe(contract, self.blank(contract, case))
+
+    def blank(self, contract: Contract, case: Case) -> dict[str, Any]:
+        """The arguments of a case on the CPU, Gaussian values left uninitialised: for all but numbers."""
+        return self._arguments(contract, case, Make(case.seed, blank=True), CPU)
 
     def describe(self, contract: Contract, arguments: Arguments) -> Signature:
         """The signature of given arguments, with counts. Raises `ArgumentError` where they do not fit."""

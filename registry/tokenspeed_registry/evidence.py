@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -76,15 +76,7 @@ class EvidenceStore:
 
         Raises `ValueError` for a file there that cannot be read, `OSError` for a folder that cannot be written.
         """
-        folder = self._folders[-1]
-        path = folder / f"{found.arch}.json"
-        if not found.recorded:
-            found = replace(found, recorded=datetime.now(UTC).isoformat(timespec="seconds"))
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{found.arch}.lock"):
-            kept = [known for known in read(path) if not _is_outdated_check(known, found)]
-            records = _joined([*kept, found])
-            _write(path, json.dumps([records[key].to_json() for key in sorted(records)], indent=1) + "\n")
+        _add(self._folders[-1], found, lambda known: not _is_outdated_check(known, found))
         self._by_arch.pop(found.arch, None)
 
     def _records(self, arch: str) -> dict[str, list[Record]]:
@@ -98,6 +90,14 @@ class EvidenceStore:
         return known
 
 
+def write_record(folder: Path, found: Record) -> None:
+    """Adds to a folder that will be shipped: what it knew of the kernel under another source goes.
+
+    Raises as `EvidenceStore.record`.
+    """
+    _add(folder, found, lambda known: known.kernel != found.kernel or known.source_hash == found.source_hash)
+
+
 def read(path: Path) -> list[Record]:
     """The records of one file; none where there is no file. Raises `ValueError` that names a file it cannot read."""
     try:
@@ -106,6 +106,16 @@ def read(path: Path) -> list[Record]:
         return []
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"evidence {path}: {type(error).__name__}: {error}") from error
+
+
+def _add(folder: Path, found: Record, keeps: Callable[[Record], bool]) -> None:
+    if not found.recorded:
+        found = replace(found, recorded=datetime.now(UTC).isoformat(timespec="seconds"))
+    path = folder / f"{found.arch}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / f".{found.arch}.lock"):
+        records = _joined([*(known for known in read(path) if keeps(known)), found])
+        _write(path, json.dumps([records[key].to_json() for key in sorted(records)], indent=1) + "\n")
 
 
 def counts(record: Record, kernel: Kernel) -> bool:

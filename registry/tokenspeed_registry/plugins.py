@@ -25,13 +25,14 @@ class Plugin:
 
     `modules` are imported when first needed; their `Kernel` objects are the plugin's kernels. `probe` is cheap and
     says why the backend is not usable here (no such device, driver or compiler), or None where it is. `evidence` is
-    the folder with its evidence files.
+    the folder with its evidence files. `compile`, as `package.module:function`, compiles kernels ahead: see `compiled`.
     """
 
     name: str
     modules: tuple[str, ...]
     probe: Callable[[], str | None]
     evidence: Path | None = None
+    compile: str | None = None
     contract_version: int = CONTRACT_VERSION
 
 

@@ -41,4 +41,5 @@ plugin = Plugin(
     modules=tuple(f"tokenspeed_kernels.triton.{family}" for family in _FAMILIES),
     probe=unusable,
     evidence=Path(__file__).parent / "evidence",
+    compile="tokenspeed_kernels.triton.ahead:compile_calls",
 )

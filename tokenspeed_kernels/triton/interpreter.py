@@ -20,7 +20,11 @@ LARGEST = 1 << 17
 def interpretable_cases(contract: Contract, limit: int | None = None) -> list[Case]:
     """The op's own cases that the interpreter can judge, smallest first; at most `limit` of them."""
     source = case_set(contract)
-    sized = [(_size(signature), case) for case in source.cases() if _exact(contract, signature := source.signature(contract, case))]
+    sized = [
+        (_size(signature), case)
+        for case in source.cases()
+        if _exact(contract, signature := source.signature(contract, case))
+    ]
     fitting = [case for size, case in sorted(sized, key=lambda item: item[0]) if size <= LARGEST]
     return fitting if limit is None else _spread(fitting, limit)
 

@@ -11,7 +11,9 @@ from typing import Any
 import triton
 
 MATRIX = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_s?mfma_(?:scale_)?[a-z]*\d+_\d+x\d+x\d+)")
-COPIES = re.compile(r"\b(cp\.async\.bulk(?:\.tensor)?|cp\.async\.c[ag]|buffer_load_dword\w*(?=[^\n]*\blds\b)|global_load_lds)")
+COPIES = re.compile(
+    r"\b(cp\.async\.bulk(?:\.tensor)?|cp\.async\.c[ag]|buffer_load_dword\w*(?=[^\n]*\blds\b)|global_load_lds)"
+)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ Dims = Mapping[str, int]
 SHIPPED = Path(__file__).parent / "tables"
 
 _forced: ContextVar[Mapping[str, Config]] = ContextVar("tokenspeed_triton_forced", default={})
-_asked: ContextVar[dict[str, tuple["Tunable", dict[str, int]]] | None] = ContextVar("tokenspeed_triton_asked", default=None)
+_asked: ContextVar[dict[str, tuple["Tunable", dict[str, int]]] | None] = ContextVar(
+    "tokenspeed_triton_asked", default=None
+)
 
 
 class Tunable:

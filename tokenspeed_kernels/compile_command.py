@@ -1,0 +1,88 @@
+"""`tokenspeed-kernels compile`: cross-compiles kernels for archs that need not be here, and says what they take."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokenspeed_kernels.choose import Backend, Ops, chosen_kernels
+from tokenspeed_kernels.facts import facts_now
+from tokenspeed_kernels.parallel import each
+from tokenspeed_kernels.printing import Json, print_rows
+from tokenspeed_registry import UnknownNameError, known_platform
+from tokenspeed_registry.compiled import load_compile, planned_calls
+from tokenspeed_registry.evidence import compiler_version, write_record
+from tokenspeed_registry.record import Level, Record
+from tokenspeed_registry.registry import default_registry
+
+Evidence = Annotated[Path | None, typer.Option("--evidence", help="Record into this folder instead of the user's.")]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="So many processes.")]
+
+
+def compile_kernels(
+    arch: Annotated[str, typer.Option(help="Archs of the table, separated by commas.")],
+    op: Ops = None,
+    backend: Backend = None,
+    jobs: Jobs = 1,
+    record: Annotated[bool, typer.Option("--record", help="Record the result as evidence.")] = False,
+    evidence: Evidence = None,
+    as_json: Json = False,
+) -> None:
+    """Compiles each kernel for ARCH at its op's model shapes; exit code 1 where one does not compile."""
+    archs = [known_platform(name).arch for name in arch.split(",")]
+    tasks = [
+        (kernel.name, name)
+        for kernel in chosen_kernels(op, backend)
+        for name in archs
+        if kernel.compiler is not None
+        and _compiles(kernel.backend)
+        and kernel.requires.explain(known_platform(name)) is None
+    ]
+    if not tasks:
+        raise UnknownNameError("no kernel to compile: the filters leave none with a compiler for these archs")
+    rows = [row for found in each(compile_one, tasks, "compile", jobs) for row in found]
+    if record or evidence:
+        for name, target in tasks:
+            _record(name, target, [row for row in rows if (row["kernel"], row["arch"]) == (name, target)], evidence)
+    print_rows(rows, "compiled", as_json)
+    if not all(row["ok"] for row in rows):
+        raise typer.Exit(1)
+
+
+def compile_one(task: tuple[str, str]) -> list[dict[str, Any]]:
+    """Rows of one kernel, by name, for one arch."""
+    name, target = task
+    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
+    platform, contract = known_platform(target), default_registry.contract(kernel.op)
+    head = {"kernel": name, "config": "", "arch": target, "ok": False}
+    empty: dict[str, Any] = {"registers": None, "spills": None, "shared_bytes": None, "instructions": {}}
+    plugin = next(status.plugin for status in default_registry.plugins() if status.name == kernel.backend)
+    assert plugin is not None, kernel.backend
+    assert plugin.compile is not None, kernel.backend
+    try:
+        found = load_compile(plugin.compile)(kernel, platform, planned_calls(contract, kernel, platform))
+    except Exception as error:  # a compiler may fail in any way; the row says how
+        print(f"{name} for {target}: {type(error).__name__}: {error}", file=sys.stderr)
+        return [{**head, **empty}]
+    return [{**head, **each.to_json(), "ok": True} for each in found]
+
+
+def _compiles(backend: str) -> bool:
+    """Whether the plugin of that name says how its kernels are compiled ahead."""
+    return any(s.name == backend and s.plugin is not None and s.plugin.compile for s in default_registry.plugins())
+
+
+def _record(name: str, target: str, rows: list[dict[str, Any]], folder: Path | None) -> None:
+    if not rows or not all(row["ok"] for row in rows):
+        return
+    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
+    kept = ("config", "registers", "spills", "shared_bytes", "instructions")
+    facts = {**facts_now(), "configs": [{key: row[key] for key in kept} for row in rows]}
+    found = Record(name, kernel.source_hash, target, compiler_version(kernel))
+    found = replace(found, proofs={Level.COMPILED: facts})
+    if folder is None:
+        default_registry.record(found)
+    else:
+        write_record(folder, found)
