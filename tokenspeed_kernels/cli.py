@@ -19,6 +19,7 @@ from tokenspeed_kernels.facts import versions
 from tokenspeed_kernels.new_backend import new_backend
 from tokenspeed_kernels.printing import Json, print_json, print_rows, print_table
 from tokenspeed_kernels.verify_command import verify
+from tokenspeed_kernels.warmup_command import warmup
 from tokenspeed_registry import Contract, TokenspeedError, UnknownNameError, known_platform, present_platform
 from tokenspeed_registry.cases import case_set
 from tokenspeed_registry.platform import PLATFORMS
@@ -196,6 +197,7 @@ def _of_model(contract: Contract, name: str) -> Signature:
 app.callback()(choose_config)
 app.command("verify")(verify)
 app.command("compile")(compile_kernels)
+app.command("warmup")(warmup)
 app.command("config")(show_config)
 app.add_typer(cache_app, name="cache")
 app.command("new-backend")(new_backend)

@@ -1,6 +1,7 @@
 """`tokenspeed-kernels compile`: cross-compiles kernels for archs that need not be here, and says what they take."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,8 @@ from tokenspeed_kernels.choose import Backend, Ops, chosen_kernels
 from tokenspeed_kernels.facts import facts_now
 from tokenspeed_kernels.parallel import each
 from tokenspeed_kernels.printing import Json, print_rows
-from tokenspeed_registry import UnknownNameError, known_platform
-from tokenspeed_registry.compiled import load_compile, planned_calls
+from tokenspeed_registry import Kernel, Platform, UnknownNameError, known_platform
+from tokenspeed_registry.compiled import KernelCall, load_compile, planned_calls
 from tokenspeed_registry.evidence import compiler_version, write_record
 from tokenspeed_registry.record import Level, Record
 from tokenspeed_registry.registry import default_registry
@@ -55,18 +56,23 @@ def compile_one(task: tuple[str, str]) -> list[dict[str, Any]]:
     """Rows of one kernel, by name, for one arch."""
     name, target = task
     (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
-    platform, contract = known_platform(target), default_registry.contract(kernel.op)
-    head = {"kernel": name, "config": "", "arch": target, "ok": False}
+    platform = known_platform(target)
+    return compile_ahead(kernel, platform, planned_calls(default_registry.contract(kernel.op), kernel, platform))
+
+
+def compile_ahead(kernel: Kernel, platform: Platform, calls: Sequence[KernelCall]) -> list[dict[str, Any]]:
+    """A row for each distinct launch of the calls; one that is not ok where they do not compile."""
+    head = {"kernel": kernel.name, "config": "", "arch": platform.arch, "ok": False}
     empty: dict[str, Any] = {"registers": None, "spills": None, "shared_bytes": None, "instructions": {}}
     plugin = next(status.plugin for status in default_registry.plugins() if status.name == kernel.backend)
     assert plugin is not None, kernel.backend
     assert plugin.compile is not None, kernel.backend
     try:
-        found = load_compile(plugin.compile)(kernel, platform, planned_calls(contract, kernel, platform))
+        found = load_compile(plugin.compile)(kernel, platform, calls)
     except Exception as error:  # a compiler may fail in any way; the row says how
-        print(f"{name} for {target}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{kernel.name} for {platform.arch}: {type(error).__name__}: {error}", file=sys.stderr)
         return [{**head, **empty}]
-    return [{**head, **each.to_json(), "ok": True} for each in found]
+    return [{**head, **launch.to_json(), "ok": True} for launch in found]
 
 
 def _compiles(backend: str) -> bool:

@@ -24,7 +24,7 @@ from tokenspeed_registry.platform import Platform, known_platform, platform_of, 
 from tokenspeed_registry.plugins import Plugin
 from tokenspeed_registry.reference import copy_into
 from tokenspeed_registry.registry import Registry, default_registry
-from tokenspeed_registry.scope import Call, override_platform, trace, use
+from tokenspeed_registry.scope import Call, dry_run, override_platform, trace, use
 from tokenspeed_registry.signature import Signature
 from tokenspeed_registry.tolerance import rounded_sum, unit_roundoff
 
@@ -67,6 +67,7 @@ __all__ = [
     "arch",
     "copy_into",
     "default_registry",
+    "dry_run",
     "feature",
     "kernel",
     "known_platform",

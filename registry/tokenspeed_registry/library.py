@@ -27,8 +27,7 @@ def define(namespace: str, contract: Contract, eager: Callable[..., Any]) -> Any
     library: Any = _libraries[namespace]
     library.define(schema(contract))
     library.impl(contract.name, eager, "CompositeExplicitAutograd")
-    fake = _fake(contract)
-    torch.library.register_fake(f"{namespace}::{contract.name}", fake, lib=library)
+    torch.library.register_fake(f"{namespace}::{contract.name}", without_data(contract), lib=library)
     return getattr(getattr(torch.ops, namespace), contract.name).default
 
 
@@ -62,13 +61,19 @@ def _argument(contract: Contract, parameter: Parameter) -> str:
     return f"{kind} {parameter.name}{default}"
 
 
-def _fake(contract: Contract) -> Callable[..., Any]:
-    """Allocates outputs of the promised shapes and dtypes on the first tensor's device; dims may be symbolic."""
+def without_data(contract: Contract) -> Callable[..., Any]:
+    """What takes an op's arguments and returns its outputs in shape, dtype and device alone, their content arbitrary.
+
+    Dims may be symbolic; tensors that the op mutates stay as they are.
+    """
     names = [parameter.name for parameter in contract.parameters]
     defaults: Mapping[str, Any] = {scalar.name: scalar.default for scalar in contract.scalars}
     optional = {tensor.name: None for tensor in contract.tensors if tensor.optional}
 
     def fake(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        given = kwargs.pop("out", None)
+        if given is not None:
+            return given
         arguments = {**optional, **defaults, **dict(zip(names, args, strict=False)), **kwargs}
         dims = bind_dims(contract, arguments)
         device = arguments[contract.tensors[0].name].device

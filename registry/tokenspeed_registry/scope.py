@@ -3,6 +3,7 @@
 with use("torch"): ...                    every op by this backend, or an error that says why it cannot
 with use(mla_decode="cuda.mla_decode"): ...
 with trace() as calls: ...                what really ran: [Call(op, kernel, backend, ...), ...]
+with dry_run() as calls: ...              what would have run: ops return tensors without computing them
 with override_platform(platform): ...     select as if every device were of this platform
 """
 
@@ -20,6 +21,7 @@ import torch
 from tokenspeed_registry.contract import Contract
 from tokenspeed_registry.errors import UnknownNameError
 from tokenspeed_registry.kernel import Kernel
+from tokenspeed_registry.library import without_data
 from tokenspeed_registry.platform import Platform
 from tokenspeed_registry.signature import Signature
 from tokenspeed_registry.validation import signature_of
@@ -76,11 +78,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Scope:
-    """`choices` maps op names, or "*", to an explicit backend or kernel name; `calls` collects where tracing is on."""
+    """`choices` maps op names, or "*", to an explicit backend or kernel name; `calls` collects where tracing is on.
+
+    `dry`: calls are collected, and kernels do not run.
+    """
 
     choices: Mapping[str, str] = field(default_factory=dict)
     calls: list[Call] | None = None
     timed: bool = False
+    dry: bool = False
     platform: Platform | None = None
 
     def choice(self, op: str) -> str | None:
@@ -120,6 +126,17 @@ def trace(timed: bool = False) -> Iterator[list[Call]]:
 
 
 @contextmanager
+def dry_run() -> Iterator[list[Call]]:
+    """As `trace`, but no kernel runs: outputs have the promised shapes and any content, mutated tensors stay.
+
+    On the meta device a model of any size so shows which calls it makes.
+    """
+    calls: list[Call] = []
+    with _within(calls=calls, dry=True):
+        yield calls
+
+
+@contextmanager
 def override_platform(platform: Platform) -> Iterator[None]:
     """Selects kernels as if every device were `platform`: for tests and planning."""
     with _within(platform=platform):
@@ -135,7 +152,7 @@ def check_op_name(name: str) -> None:
 
 def recording(scope: Scope, contract: Contract, kernel: Kernel) -> Callable[..., Any]:
     """The kernel's function, adding a `Call` to the scope's list each time it returns while that list is recorded."""
-    calls, function = scope.calls, kernel.function
+    calls, function = scope.calls, without_data(contract) if scope.dry else kernel.function
     if calls is None:
         return function
     names = [parameter.name for parameter in contract.parameters]
