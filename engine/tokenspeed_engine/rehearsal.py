@@ -31,7 +31,8 @@ def rehearse(folder: Path, max_batch: int = 32, max_step_tokens: int = 8192, pag
     caches = description.allocate_caches(PAGES, page_size, SLOTS, dtype, META)
     with torch.inference_mode(), use("torch"), dry_run() as calls:
         for decodes, prefills in _steps(max_batch, max_step_tokens):
-            model.forward(_batch(description, decodes, prefills, page_size), caches)
+            for longest in (1, description.config.max_position_embeddings):  # models take short contexts another way
+                model.forward(_batch(description, decodes, prefills, longest, page_size), caches)
         for rows in _powers(max_batch):
             _sampled(description.config.vocab_size, rows)
     return calls
@@ -64,10 +65,11 @@ def _steps(max_batch: int, max_step_tokens: int) -> Iterator[tuple[int, list[int
     yield max_batch, [max_step_tokens - max_batch]
 
 
-def _batch(description: ModelDescription, decodes: int, prefills: Sequence[int], page_size: int) -> Batch:
+def _batch(description: ModelDescription, decodes: int, prefills: Sequence[int], longest: int, page_size: int) -> Batch:
+    """A step whose longest sequence has `longest` tokens, or as many as are new."""
     lengths = [1] * decodes + list(prefills)
     rows, tokens = len(lengths), sum(lengths)
-    longest = description.config.max_position_embeddings
+    longest = max(longest, *lengths)
 
     def indices(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)

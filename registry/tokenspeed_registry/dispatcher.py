@@ -11,6 +11,7 @@ import torch
 
 from tokenspeed_registry import self_check
 from tokenspeed_registry.contract import Contract
+from tokenspeed_registry.current_device import launcher
 from tokenspeed_registry.dispatch import build, generate, without_hand_over
 from tokenspeed_registry.errors import NoKernelError, TokenspeedError
 from tokenspeed_registry.guard import Guard, build_guard
@@ -90,10 +91,10 @@ class Dispatcher:
                 if not capturing(device) and (chosen.graph_capturable or device.type != "cuda"):
                     resolved[key, choice, platform] = chosen
                     if choice is None and platform is None:
-                        table[key] = chosen.function
+                        table[key] = launcher(chosen, self._first)
         if scope is None:
-            return chosen.function
-        return recording(scope, self.contract, chosen)
+            return launcher(chosen, self._first)
+        return recording(scope, self.contract, chosen, launcher(chosen, self._first))
 
     def select(self, args: tuple[Any, ...], choice: str | None) -> Kernel:
         """The kernel for a call's arguments. Raises `NoKernelError` or `UnknownNameError`."""

@@ -150,9 +150,10 @@ def check_op_name(name: str) -> None:
         raise UnknownNameError(f"unknown op {name!r}; did you mean {', '.join(near)}?")
 
 
-def recording(scope: Scope, contract: Contract, kernel: Kernel) -> Callable[..., Any]:
-    """The kernel's function, adding a `Call` to the scope's list each time it returns while that list is recorded."""
-    calls, function = scope.calls, without_data(contract) if scope.dry else kernel.function
+def recording(scope: Scope, contract: Contract, kernel: Kernel, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which runs the kernel, adding a `Call` to the scope's list each time it returns while that list is recorded."""
+    calls = scope.calls
+    function = without_data(contract) if scope.dry else function
     if calls is None:
         return function
     names = [parameter.name for parameter in contract.parameters]
