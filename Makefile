@@ -3,7 +3,12 @@ BIN := .venv/bin
 # Tests run in one process a core: more torch threads than that only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint bench docs
+CLI := $(BIN)/tokenspeed-kernels
+ARCHS := sm_90a,sm_100a,sm_103a,gfx950
+EVIDENCE := tokenspeed_kernels/triton/evidence
+OLDEST_TRITON := .venv/triton-3.6
+
+.PHONY: setup demo test test-all test-gpu lint bench docs evidence emulate
 
 setup: .venv/installed
 
@@ -29,6 +34,24 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n auto -m "not gpu"
+
+# On a machine with an accelerator, where Triton compiles instead of interpreting.
+test-gpu: setup
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu
+
+$(OLDEST_TRITON): setup
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
+# What ships as evidence of the portable kernels and needs no device: they compile for every arch on the oldest and the
+# newest Triton, and conform in its interpreter.
+evidence: setup $(OLDEST_TRITON)
+	$(CLI) compile --backend triton --arch $(ARCHS) --jobs 2 --evidence $(EVIDENCE) > /dev/null
+	PYTHONPATH=$(OLDEST_TRITON) $(CLI) compile --backend triton --arch $(ARCHS) --jobs 2 --evidence $(EVIDENCE) > /dev/null
+	TRITON_INTERPRET=1 $(CLI) verify --backend triton --limit 12 --jobs 2 --evidence $(EVIDENCE)
+
+# gfx950 machine code, executed; TINYGRAD_DIR as tests/gfx950/README.md says.
+emulate: setup
+	TRITON_INTERPRET=0 TOKENSPEED_EVIDENCE=$(EVIDENCE) $(BIN)/python -m pytest tests/gfx950
 
 bench: setup
 	$(BIN)/python bench/dispatch.py
