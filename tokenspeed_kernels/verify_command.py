@@ -1,6 +1,7 @@
 """`tokenspeed-kernels verify`: conformance of the kernels that run here, and the evidence of it."""
 
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,8 @@ class _Task:
     kernel: str
     arch: str
     limit: int | None
+    record: bool
+    evidence: Path | None
 
 
 def verify(
@@ -45,15 +48,12 @@ def verify(
 
     Where TRITON_INTERPRET=1 is set, Triton kernels run in their interpreter, on small cases in float32 and float16.
     """
-    tasks = [task for kernel in chosen_kernels(op, backend) if (task := _task(kernel, limit)) is not None]
+    found = ((kernel.name, _arch(kernel)) for kernel in chosen_kernels(op, backend))
+    records = record or evidence is not None
+    tasks = [_Task(name, arch, limit, records, evidence) for name, arch in found if arch is not None]
     if not tasks:
         raise UnknownNameError("no kernel to verify here: the filters leave none that this machine can run")
     reports = each(_check, tasks, "verify", jobs)
-    for task, report in zip(tasks, reports, strict=True):
-        for failure in report.failures:
-            print(f"{report.kernel}: {failure}", file=sys.stderr)
-        if report.ok and (record or evidence):
-            _record(task, report, evidence)
     print_rows([_verdict(report) for report in reports], f"conformance on {_device()}", as_json)
     # A module that failed to import took its kernels along: their absence must not pass for success.
     broken = [status for status in default_registry.plugins() if status.usable and status.reason]
@@ -63,15 +63,15 @@ def verify(
         raise typer.Exit(1)
 
 
-def _task(kernel: Kernel, limit: int | None) -> _Task | None:
-    """None for a kernel that cannot run here; the reference has nothing to be held against."""
+def _arch(kernel: Kernel) -> str | None:
+    """Where a kernel would be verified; None if it cannot run here. The reference has nothing to be held against."""
     if kernel.backend == "reference":
         return None
     if kernel.compiler == "triton" and interpreted():
-        return _Task(kernel.name, next(p.arch for p in _served(kernel)), limit)
+        return next(platform.arch for platform in _served(kernel))
     here = present_platform()
     fits = kernel.requires.explain(here) is None and kernel.name not in default_registry.unusable
-    return _Task(kernel.name, here.arch, limit) if fits else None
+    return here.arch if fits else None
 
 
 def _served(kernel: Kernel) -> list[Platform]:
@@ -80,20 +80,28 @@ def _served(kernel: Kernel) -> list[Platform]:
 
 
 def _check(task: _Task) -> Report:
+    """Says and records at once what came of it: all of them together may take long."""
     (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == task.kernel)
     contract = default_registry.contract(kernel.op)
     in_interpreter = kernel.compiler == "triton" and interpreted()
     cases = interpretable_cases(contract, task.limit) if in_interpreter else None
     platform = known_platform(task.arch) if in_interpreter else None
-    return check_kernel(contract, kernel, _device(), cases, platform=platform)
+    started = time.monotonic()
+    report = check_kernel(contract, kernel, _device(), cases, platform=platform)
+    verdict = "ok" if report.ok else "FAILED"
+    print(f"{kernel.name}: {report.cases} cases, {verdict}, {time.monotonic() - started:.0f} s", file=sys.stderr)
+    for failure in report.failures:
+        print(f"{kernel.name}: {failure}", file=sys.stderr)
+    if report.ok and task.record:
+        _record(task, kernel, report)
+    return report
 
 
 def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
 
 
-def _record(task: _Task, report: Report, folder: Path | None) -> None:
-    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == task.kernel)
+def _record(task: _Task, kernel: Kernel, report: Report) -> None:
     if kernel.compiler is None:
         return  # runs wherever torch does, and needs no evidence of its own
     facts = {**facts_now(), "cases": report.cases, "refused": report.refused}
@@ -103,10 +111,10 @@ def _record(task: _Task, report: Report, folder: Path | None) -> None:
     for arch in archs:
         found = Record(kernel.name, kernel.source_hash, arch, compiler_version(kernel))
         found = replace(found, proofs={level: facts})
-        if folder is None:
+        if task.evidence is None:
             default_registry.record(found)
         else:
-            write_record(folder, found)
+            write_record(task.evidence, found)
 
 
 def _verdict(report: Report) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Adapters of other projects' kernels for `tokenspeed-kernels bench --peers`; see README.md."""
