@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenspeed_kernels.benchmark.peers import Adapter, PeerCall
 
-from . import _bare
+from . import _bare, _gates
 
 NAME = "tokenspeed-kernel"
 
@@ -54,25 +54,12 @@ def _prepare() -> None:
     vars(package).update(GdnCheckpointLayout=Layout, GdnChunkPrefillResult=Result)
 
 
-def _gates(a: Mapping[str, Any], heads: int) -> dict[str, Tensor]:
-    """It makes gates from projections by itself: the projections that give ours."""
-    device = a["g"].device
-    raw = (-a["g"]).clamp_min(1e-6)
-    # softplus⁻¹ with a_log = 0: g = −softplus(a).
-    return {
-        "a": raw + torch.log(-torch.expm1(-raw)),
-        "b": torch.logit(a["beta"].clamp(1e-6, 1 - 1e-6)),
-        "A_log": torch.zeros(heads, device=device),
-        "dt_bias": torch.zeros(heads, device=device),
-    }
-
-
 def gdn_decode(a: Mapping[str, Any]) -> PeerCall | None:
     from tokenspeed_kernel.ops.attention.gdn.triton import triton_gdn_decode_step
 
     if a["state"].dtype != torch.float32 or not a["normalise"]:
         return None
-    gates = {name: value[:, None] if value.dim() == 2 else value for name, value in _gates(a, a["v"].shape[1]).items()}
+    gates = _gates.projections(a["g"][:, None], a["beta"][:, None])
     q, k, v = (a[name][:, None].contiguous() for name in ("q", "k", "v"))
 
     def run() -> Any:
@@ -97,7 +84,7 @@ def _verify(a: Mapping[str, Any], slots: Tensor, kept: Tensor | None) -> PeerCal
 
     if a["state"].dtype != torch.float32 or not a["normalise"]:
         return None
-    gates = _gates(a, a["v"].shape[2])
+    gates = _gates.projections(a["g"], a["beta"])
     q, k, v = (a[name].contiguous() for name in ("q", "k", "v"))
 
     def run() -> Any:
