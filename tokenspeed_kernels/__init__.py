@@ -17,6 +17,7 @@ gc.disable()
 from tokenspeed_kernels.attention import kv_cache_write, paged_attention
 from tokenspeed_kernels.conv import causal_conv_prefill, causal_conv_update
 from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_gates, gdn_prefill
+from tokenspeed_kernels.gdn_inputs import gdn_inputs_prefill, gdn_inputs_update
 from tokenspeed_kernels.gdn_speculative import gdn_fold, gdn_verify, gdn_verify_replay
 from tokenspeed_kernels.linear import embedding, linear
 from tokenspeed_kernels.linear_quantised import linear_fp8_block, linear_nvfp4
@@ -46,6 +47,8 @@ __all__ = [
     "gdn_decode",
     "gdn_fold",
     "gdn_gates",
+    "gdn_inputs_prefill",
+    "gdn_inputs_update",
     "gdn_prefill",
     "gdn_verify",
     "gdn_verify_replay",

@@ -12,6 +12,7 @@ import torch
 import typer
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
+from tokenspeed_kernels.benchmark.commands import bench, tune
 from tokenspeed_kernels.choose import Backend, Ops, chosen_kernels
 from tokenspeed_kernels.compile_command import compile_kernels
 from tokenspeed_kernels.config_commands import cache_app, choose_config, show_config
@@ -195,6 +196,8 @@ def _of_model(contract: Contract, name: str) -> Signature:
 
 
 app.callback()(choose_config)
+app.command("bench")(bench)
+app.command("tune")(tune)
 app.command("verify")(verify)
 app.command("compile")(compile_kernels)
 app.command("warmup")(warmup)

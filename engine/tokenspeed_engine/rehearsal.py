@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from tokenspeed_engine.checkpoint.errors import ConfigError
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.execution.batch import Batch
 from tokenspeed_engine.models.families import ModelDescription, read_model
 from tokenspeed_kernels.sampling import logprobs, sample
-from tokenspeed_registry import Call, dry_run, use
+from tokenspeed_registry import Call, TokenspeedError, dry_run, use
 
 META = torch.device("meta")
 PAGES, SLOTS = 4096, 64
@@ -23,9 +24,12 @@ def rehearse(folder: Path, max_batch: int = 32, max_step_tokens: int = 8192, pag
     """The calls of a model folder's steps: decodes of 1 to `max_batch` sequences, prefills up to `max_step_tokens`.
 
     Both sizes go in powers of two, as do the buckets that kernels compile for. The dtype is the checkpoint's. Raises
-    `ConfigError` for a folder that cannot be served.
+    `TokenspeedError` for a folder that cannot be served.
     """
-    description = read_model(folder)
+    try:
+        description = read_model(folder)
+    except ConfigError as error:
+        raise TokenspeedError(str(error)) from error
     dtype = getattr(torch, description.config.dtype or "bfloat16")
     model = description.build(_weights(description, dtype))
     caches = description.allocate_caches(PAGES, page_size, SLOTS, dtype, META)

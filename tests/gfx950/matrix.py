@@ -171,4 +171,5 @@ def _narrowed(numbers: NDArray[Any], kind: str) -> NDArray[np.uint32]:
     codes = np.zeros(numbers.shape, np.uint32)
     for i, middle in enumerate(np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)):
         codes += (magnitude > middle) | ((magnitude == middle) & (i % 2 == 1))
-    return codes | np.signbit(numbers).astype(np.uint32) << 3
+    signs: NDArray[np.uint32] = np.signbit(numbers).astype(np.uint32) << 3
+    return codes | signs

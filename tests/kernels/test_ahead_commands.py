@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tokenspeed_kernels import compile_command
 from tokenspeed_kernels.cli import app
-from tokenspeed_registry import Kernel, Platform, dry_run, known_platform
+from tokenspeed_registry import Kernel, Platform, TokenspeedError, dry_run, known_platform
 from tokenspeed_registry.compiled import Compiled, KernelCall, planned_calls
 from tokenspeed_registry.evidence import read
 from tokenspeed_registry.record import Level
@@ -95,7 +95,7 @@ def test_warmup_compiles_what_a_model_calls() -> None:
 
 
 def test_warmup_refuses_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"config\.json"):
+    with pytest.raises(TokenspeedError, match=r"config\.json"):
         CliRunner().invoke(app, ["warmup", "--model", str(tmp_path)], catch_exceptions=False)
 
 

@@ -25,9 +25,7 @@ def test_portable_kernel_conforms(op: str) -> None:
     contract = default_registry.contract(op)
     cases = interpretable_cases(contract, CASES)
     assert cases
-    report = check_kernel(
-        contract, portable_kernel(op), torch.device("cpu"), cases, platform=known_platform("sm_90a")
-    )
+    report = check_kernel(contract, portable_kernel(op), torch.device("cpu"), cases, platform=known_platform("sm_90a"))
     assert report.ok, report.failures
     assert report.refused < len(cases)
 

@@ -5,10 +5,12 @@
 `ceilings`: what this device does at best, measured in the same process, and the floor of a call that follows.
 `check`: whether what was timed was right.
 `rows`: results, their order and their file.
-`measure`: one case of an op, all its kernels and peers.
-`peers`: other projects' kernels on the same data.
+`cells`: which cases are timed.
+`measure`: one case of an op, all its kernels.
+`peers`, `peer_times`: other projects' kernels on the same data.
 `prepare`: compiles ahead, in parallel.
 `tune`: picks compile-time choices by time.
-`figures`, `html`: the report.
+`figures`, `report`: results as one HTML file.
+`errors`: what is done about a kernel that fails.
 `commands`: the command line.
 """

@@ -44,9 +44,8 @@ class Rotation:
         self.arguments = arguments
         device = device_of(contract, arguments)
         pinned = {name: _pinned(arguments[name]) for name in on_host if arguments[name] is not None}
-        self.copies = [{name: _clone(value) for name, value in {**arguments, **pinned}.items()} for _ in range(copies)]
-        for copy in self.copies:
-            copy |= pinned
+        own = {name: value for name, value in arguments.items() if name not in pinned}
+        self.copies = [{**{name: _clone(value) for name, value in own.items()}, **pinned} for _ in range(copies)]
         self.outs = [_outputs(contract, signature, device) for _ in range(copies)]
         self._mutated = [name for name in contract.mutates if arguments[name] is not None]
         self._contract = contract
@@ -91,7 +90,7 @@ def copies_needed(moved: float, footprint: float, cache: int, free: float) -> in
 def footprint(contract: Contract, signature: Signature, arguments: Mapping[str, Any]) -> int:
     """Bytes of the arguments, with what lies between their rows, and of the outputs."""
     tensors = (arguments[tensor.name] for tensor in contract.tensors)
-    inputs = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+    inputs: int = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
     return inputs + signature.nbytes(*(output.name for output in contract.outputs))
 
 
@@ -115,7 +114,7 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 
 def _clone(value: Any) -> Any:
     """A copy with the same strides: a kernel sees the layout that the case has."""
-    if not isinstance(value, Tensor) or value.is_pinned():
+    if not isinstance(value, Tensor):
         return value
     return _storage(value).clone().as_strided(value.shape, value.stride(), value.storage_offset())
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tokenspeed_registry import platform_of
+
 Call = Callable[[], Any]
 Batch = Callable[[], float]
 """Runs all calls once and returns the seconds they took together."""
@@ -86,11 +88,15 @@ def graph_replay(calls: Sequence[Call]) -> Batch:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for call in calls]  # what they allocated lives as long as the graph
-    return _between_events(lambda: (graph.replay(), kept))
+
+    def replay(kept: object = kept) -> None:
+        graph.replay()
+
+    return _between_events(replay)
 
 
 def device_events(calls: Sequence[Call]) -> Batch:
-    """Eager calls, by the device's clock; where the host is slower than the device, the host's pace is what it shows."""
+    """Eager calls, by the device's clock: where the host is slower than the device, it shows the host's pace."""
     return _between_events(lambda: [call() for call in calls])
 
 
@@ -106,8 +112,30 @@ def wall_clock(calls: Sequence[Call], clock: Callable[[], float] = time.perf_cou
     return batch
 
 
+class Flush:
+    """Evicts everything from the caches of a GPU, by reading: no written line waits to be stored when timing starts."""
+
+    LEAST_BYTES = 256 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        size = max(self.LEAST_BYTES, 4 * cache_bytes(device))
+        self._buffer = torch.zeros(size // 4, device=device) if device.type == "cuda" else None
+
+    def __call__(self) -> None:
+        if self._buffer is not None:
+            self._buffer.sum()
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of the last level, which some drivers do not report; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    reported = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(reported, platform_of(device).limits.l2_cache)
+
+
 def _between_events(work: Callable[[], object]) -> Batch:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def batch() -> float:
         # The device is still busy with what came before: when it gets here, the work already waits for it.
@@ -115,7 +143,7 @@ def _between_events(work: Callable[[], object]) -> Batch:
         work()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
     return batch
 

@@ -108,6 +108,10 @@ causal_conv_prefill = CaseSet(
         "qwen4_exp GDN prefill": {"lengths": (8192,), "channels": 10240, "dtype": torch.bfloat16},
         "qwen4_exp n-gram prefill": {"lengths": (8192,), "channels": 10240, "dilation": 3, "dtype": torch.bfloat16},
     },
+    sweeps={
+        "qwen4_exp GDN prefill": [{"lengths": lengths} for lengths in ((1024,), (8192,), (800,) * 10)],
+        "qwen4_exp n-gram prefill": [{"lengths": (8192,)}],
+    },
 )
 
 causal_conv_update = CaseSet(
@@ -140,5 +144,9 @@ causal_conv_update = CaseSet(
             "dilation": 3,
             "dtype": torch.bfloat16,
         },
+    },
+    sweeps={
+        model: [{"batch": batch} for batch in (1, 32, 256)]
+        for model in ("qwen4_exp GDN decode", "qwen4_exp GDN verify", "qwen4_exp n-gram verify")
     },
 )

@@ -160,6 +160,7 @@ _RULE: dict[str, list[Any]] = {
 }
 _QWEN: Params = {"heads": (16, 48), "dtype": torch.bfloat16}
 _BF16: Params = {"dtype": torch.bfloat16, "padding": "middle", "strided": True}
+_BATCHES = (1, 8, 32, 128, 256)
 
 gdn_gates = CaseSet(
     axes={
@@ -172,6 +173,7 @@ gdn_gates = CaseSet(
     build=_gdn_gates,
     shrink=[{"tokens": 5}],
     models={"qwen4_exp decode": {"tokens": 32, "dtype": torch.bfloat16}},
+    sweeps={"qwen4_exp decode": [{"tokens": tokens} for tokens in (1, 32, 8192)]},
 )
 
 gdn_decode = CaseSet(
@@ -180,6 +182,7 @@ gdn_decode = CaseSet(
     edges=[_BF16, {**_BF16, "state_dtype": torch.bfloat16, "gates": "strong"}],
     shrink=[{"batch": 2, "padding": "ends"}],
     models={"qwen4_exp decode": {"batch": 32, **_QWEN}, "qwen4_exp decode, one request": {"batch": 1, **_QWEN}},
+    sweeps={"qwen4_exp decode": [{"batch": batch} for batch in _BATCHES]},
 )
 
 gdn_prefill = CaseSet(
@@ -202,6 +205,12 @@ gdn_prefill = CaseSet(
         "qwen4_exp prefill": {"lengths": (8192,), **_QWEN},
         "qwen4_exp prefill, agent turns": {"lengths": (800,) * 10, "fresh": "none", **_QWEN},
     },
+    sweeps={
+        "qwen4_exp prefill": [
+            *({"lengths": lengths} for lengths in ((1024,), (65536,), (1024,) * 8, (16384,) * 2, (8192,) * 8)),
+            {"lengths": (8192,), "heads": (4, 12)},
+        ]
+    },
 )
 
 gdn_verify = CaseSet(
@@ -210,6 +219,7 @@ gdn_verify = CaseSet(
     edges=[_BF16, {**_BF16, "keep": "last", "gates": "strong"}],
     shrink=[{"batch": 1}],
     models={"qwen4_exp verify, 3 drafts": {"batch": 32, "q_len": 4, **_QWEN}},
+    sweeps={"qwen4_exp verify, 3 drafts": [{"batch": batch} for batch in _BATCHES]},
 )
 
 
@@ -233,6 +243,7 @@ gdn_verify_replay = CaseSet(
     edges=[{**_BF16, "kept": kept, "rounds": 3} for kept in ("fits", "folds")],
     shrink=[{"batch": 1}],
     models={"qwen4_exp verify, 3 drafts": {"batch": 32, "q_len": 4, **_QWEN}},
+    sweeps={"qwen4_exp verify, 3 drafts": [{"batch": batch} for batch in _BATCHES]},
 )
 
 gdn_fold = CaseSet(
@@ -250,6 +261,7 @@ gdn_fold = CaseSet(
     ],
     shrink=[{"batch": 1}],
     models={"qwen4_exp, 3 drafts": {"batch": 32, "capacity": 8, **_QWEN}},
+    sweeps={"qwen4_exp, 3 drafts": [{"batch": batch} for batch in _BATCHES]},
 )
 
 gated_rms_norm = CaseSet(
@@ -267,4 +279,5 @@ gated_rms_norm = CaseSet(
     build=_gated_rms_norm,
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models={"qwen4_exp prefill": {"tokens": 8192, "heads": 48, "dtype": torch.bfloat16}},
+    sweeps={"qwen4_exp prefill": [{"tokens": tokens} for tokens in (1, 32, 1024, 8192)]},
 )

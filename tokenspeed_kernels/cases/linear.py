@@ -66,6 +66,12 @@ linear = CaseSet(
             "out_dtype": torch.float32,
         },
     },
+    sweeps={
+        "qwen4_exp language head": [{"tokens": tokens} for tokens in (1, 16, 32, 64)],
+        "qwen4_exp delta rule inputs": [{"tokens": tokens} for tokens in (1, 4, 16, 64, 512, 8192)],
+        "deepseek_v3 query up": [{"tokens": tokens} for tokens in (1, 16, 512)],
+        "deepseek_v3 router": [{"tokens": tokens} for tokens in (1, 32, 512)],
+    },
 )
 
 
@@ -91,4 +97,5 @@ embedding = CaseSet(
     build=_embedding,
     shrink=[{"tokens": 5, "vocab": 300}],
     models={"qwen4_exp tokens": {"tokens": 512, "vocab": 248320, "hidden": 2560, "dtype": torch.bfloat16}},
+    sweeps={"qwen4_exp tokens": [{"tokens": tokens} for tokens in (1, 32, 8192)]},
 )

@@ -69,6 +69,11 @@ linear_fp8_block = CaseSet(
             "dtype": torch.bfloat16,
         },
     },
+    sweeps={
+        "deepseek_v3 query up, decode": [{"tokens": tokens} for tokens in (1, 4, 16, 64, 512)],
+        "deepseek_v3 latent down, decode": [{"tokens": tokens} for tokens in (1, 4, 16, 64)],
+        "deepseek_v3 attention out, prefill": [{"tokens": tokens} for tokens in (1, 16, 512, 8192)],
+    },
 )
 
 
@@ -105,5 +110,9 @@ linear_nvfp4 = CaseSet(
             "out_features": 7168,
             "dtype": torch.bfloat16,
         },
+    },
+    sweeps={
+        "deepseek_v3 shared expert gate and up, decode": [{"tokens": tokens} for tokens in (1, 4, 16, 64, 512)],
+        "deepseek_v3 shared expert down, prefill": [{"tokens": tokens} for tokens in (1, 16, 512, 8192)],
     },
 )

@@ -50,6 +50,8 @@ merge_states = CaseSet(
 
 def _mla_decode(p: Params, make: Make) -> dict[str, Any]:
     q_len, row = p["q_len"], p["latent"] + p["rope"]
+    if p.get("uniform"):
+        return _uniform_decode(p, make)
     lengths = make.lengths(p["batch"], low=q_len, high=p["longest"] + q_len)
     if lengths:
         lengths[-1] = p["longest"] + q_len
@@ -79,11 +81,35 @@ def _mla_decode(p: Params, make: Make) -> dict[str, Any]:
     }
 
 
+def _uniform_decode(p: Params, make: Make) -> dict[str, Any]:
+    """Every sequence has `longest` tokens, which fill the table: what benches time, built fast at any size."""
+    batch, row = p["batch"], p["latent"] + p["rope"]
+    lengths = [p["longest"]] * batch
+    table, pages = page_table(make, lengths, p["page"], spare_columns=0)
+    cache = make.normal(pages, p["page"], row, dtype=p["dtype"])
+    return {
+        "q": make.normal(batch, p["q_len"], p["heads"], row, dtype=p["dtype"]),
+        "kv_cache": scaled_cache(cache, p["cache_dtype"], p["kv_scale"]) if p["cache_dtype"] else cache,
+        "page_table": table,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "latent": p["latent"],
+        "scale": row**-0.5,
+        "kv_scale": scale_tensor(p["kv_scale"]),
+    }
+
+
 # The dtype of the cache, None for that of the model, and its scale, None for none.
 _CACHE: dict[str, list[Any]] = {"cache_dtype": [None, FP8], "kv_scale": [None, 0.02, 3.0]}
 _EXTREMES = [(None, torch.float32), (None, torch.bfloat16), (3.0, torch.float16)]
 _DEEPSEEK: dict[str, Any] = {"latent": 512, "rope": 64, "page": 64, "dtype": torch.bfloat16}
 _DEEPSEEK_DECODE = _DEEPSEEK | {"heads": 128, "longest": 8192}
+
+
+def _sweep(cells: list[tuple[int, int]], **other: Any) -> list[Params]:
+    return [{"batch": batch, "longest": longest, "uniform": True, **other} for batch, longest in cells]
+
+
+_8K, _64K = 8192, 65536
 
 
 def _count_cached(arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -132,6 +158,19 @@ mla_decode = CaseSet(
         | {"batch": 32, "q_len": 1, "cache_dtype": FP8, "kv_scale": 0.1},
         "deepseek_v3 decode, 16 heads a rank": _DEEPSEEK_DECODE | {"batch": 64, "q_len": 1, "heads": 16},
         "kimi_k2 decode": _DEEPSEEK_DECODE | {"batch": 32, "q_len": 1, "heads": 64},
+    },
+    sweeps={
+        "deepseek_v3 decode, 16 heads a rank": [
+            *_sweep([(1, _8K), (8, _8K), (32, _8K), (128, _8K), (1, _64K), (8, _64K), (32, _64K)]),
+            *_sweep([(1, _8K), (8, _8K), (1, _64K), (8, _64K), (32, _64K)], q_len=4),
+        ],
+        "deepseek_v3 decode": _sweep([(1, _8K), (32, _8K), (1, _64K), (32, _64K)]),
+        "deepseek_v3 verify": _sweep([(1, _8K), (32, _8K), (1, _64K)]),
+        "deepseek_v3 decode, fp8 cache": [
+            *_sweep([(8, _8K), (32, _8K)], heads=16),
+            *_sweep([(32, _8K)]),
+        ],
+        "kimi_k2 decode": _sweep([(1, _8K), (32, _8K)]),
     },
 )
 
@@ -184,6 +223,7 @@ mla_prefill = CaseSet(
         "deepseek_v3 cached prefix": _DEEPSEEK_PREFILL | {"new": (2048,), "before": 8192, "causal": False},
         "kimi_k2 prefill": _DEEPSEEK_PREFILL | {"new": (4096, 4096), "before": 0, "heads": 64},
     },
+    sweeps={"deepseek_v3 prefill": [{"heads": 16, "new": new} for new in ((1024,), (8192,), (1024,) * 8)]},
 )
 
 
@@ -231,4 +271,5 @@ mla_cache_write = CaseSet(
         "deepseek_v3 prefill, fp8 cache": _DEEPSEEK
         | {"tokens": 8192, "pages": 1024, "strided": True, "cache_dtype": FP8, "kv_scale": 0.1},
     },
+    sweeps={"deepseek_v3 prefill": [{"tokens": tokens} for tokens in (1, 32, 1024, 8192)]},
 )

@@ -47,6 +47,10 @@ mla_absorb_query = CaseSet(
         "deepseek_v3 verify, 16 heads a rank": _DEEPSEEK | {"tokens": 128, "heads": 16, "strided": True},
         "kimi_k2 decode": _DEEPSEEK | {"tokens": 32, "heads": 64, "strided": True},
     },
+    sweeps={
+        "deepseek_v3 decode": [{"tokens": tokens} for tokens in (1, 32, 128, 1024)],
+        "deepseek_v3 verify, 16 heads a rank": [{"tokens": tokens} for tokens in (1, 32, 128, 1024)],
+    },
 )
 
 
@@ -62,6 +66,7 @@ mla_value_up = CaseSet(
     edges=mla_absorb_query.edges,
     shrink=[{"tokens": 3}],
     models=mla_absorb_query.models,
+    sweeps=mla_absorb_query.sweeps,
 )
 
 

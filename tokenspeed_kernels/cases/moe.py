@@ -63,6 +63,7 @@ moe_route = CaseSet(
         "qwen4_exp prefill": {"tokens": 8192, "experts": 512, "top_k": 10, "dtype": torch.bfloat16},
         "deepseek_v3 decode": {"tokens": 32, "experts": 256, "top_k": 8},
     },
+    sweeps={"qwen4_exp decode": [{"tokens": 1}, {"tokens": 32}], "qwen4_exp prefill": [{"tokens": 8192}]},
     compare=_route_error,
 )
 
@@ -145,6 +146,7 @@ moe_route_grouped = CaseSet(
         "deepseek_v3 prefill": {"tokens": 8192, "groups": 8, "group": 32, "top_groups": 4, "top_k": 8},
         "kimi_k2 decode": {"tokens": 32, "groups": 1, "group": 384, "top_groups": 1, "top_k": 8, "scaling": 2.827},
     },
+    sweeps={"deepseek_v3 decode": [{"tokens": 32}], "deepseek_v3 prefill": [{"tokens": 8192}]},
     compare=_grouped_error,
 )
 
@@ -202,6 +204,12 @@ SHRINK = [
     {"tokens": 1, "experts": 1, "hidden": 128, "ids": "crowded"},
 ]
 
+SWEEPS = {
+    "qwen4_exp decode": [{"tokens": tokens} for tokens in (1, 4, 32, 128)],
+    "qwen4_exp prefill": [{"tokens": tokens} for tokens in (1024, 8192)],
+}
+"""Of the experts' ops: weights pass through once, few tokens each; in prefill an expert has a matrix of them."""
+
 moe_experts = CaseSet(
     axes={
         "tokens": [3, 0, 1, 17, 65],
@@ -233,6 +241,7 @@ moe_experts = CaseSet(
             "dtype": torch.bfloat16,
         },
     },
+    sweeps=SWEEPS,
 )
 
 
@@ -256,6 +265,10 @@ silu_mul = CaseSet(
     models={
         "qwen4_exp shared expert, decode": {"rows": 32, "inter": 640, "dtype": torch.bfloat16},
         "deepseek_v3 dense, prefill": {"rows": 8192, "inter": 18432, "dtype": torch.bfloat16},
+    },
+    sweeps={
+        "qwen4_exp shared expert, decode": [{"rows": 1}, {"rows": 32}],
+        "deepseek_v3 dense, prefill": [{"rows": 8192}],
     },
 )
 
@@ -281,5 +294,9 @@ sigmoid_mul = CaseSet(
     models={
         "qwen4_exp attention gate, decode": {"rows": 32 * 24, "dim": 256, "dtype": torch.bfloat16},
         "qwen4_exp shared expert, decode": {"rows": 32, "dim": 2560, "one_gate": True, "dtype": torch.bfloat16},
+    },
+    sweeps={
+        "qwen4_exp attention gate, decode": [{"rows": rows * 24} for rows in (1, 32, 8192)],
+        "qwen4_exp shared expert, decode": [{"rows": 32}],
     },
 )

@@ -6,7 +6,7 @@ import torch
 
 from tokenspeed_kernels.cases import FLOATS
 from tokenspeed_kernels.cases.linear_quantised import fp8_block_weight, nvfp4_weight
-from tokenspeed_kernels.cases.moe import DEEPSEEK, IDS, QWEN4, SHRINK, count_hits, routed_tokens
+from tokenspeed_kernels.cases.moe import DEEPSEEK, IDS, QWEN4, SHRINK, SWEEPS, count_hits, routed_tokens
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
 MODELS = {
@@ -56,6 +56,7 @@ moe_experts_fp8_block = CaseSet(
     shrink=SHRINK,
     counts=count_hits,
     models=MODELS,
+    sweeps=SWEEPS,
 )
 
 
@@ -91,4 +92,5 @@ moe_experts_nvfp4 = CaseSet(
     shrink=SHRINK,
     counts=count_hits,
     models=MODELS,
+    sweeps=SWEEPS,
 )

@@ -12,14 +12,15 @@ TABLES = [*FLOATS, torch.float8_e4m3fn]
 
 _EOS = 3
 _VOCAB = 12
-"""Small, so that a random text ends often inside a window."""
+"""Small, so that a random text ends often inside a window; a sweep's "vocab" makes all its n-grams differ."""
 
 
 def _text(p: Params, make: Make) -> dict[str, Any]:
     lengths: list[int] = p["lengths"]
     tokens, history = sum(lengths), p["order"] - 1
-    ids = make.integers(tokens, low=0, high=_VOCAB, dtype=torch.int64)
-    context = make.integers(len(lengths), history, low=0, high=_VOCAB, dtype=torch.int64)
+    vocab = p.get("vocab", _VOCAB)
+    ids = make.integers(tokens, low=0, high=vocab, dtype=torch.int64)
+    context = make.integers(len(lengths), history, low=0, high=vocab, dtype=torch.int64)
     context[::2] = _EOS  # every other sequence starts here
     if p["padding"]:
         ids[make.integers(tokens, low=0, high=4) == 0] = -1
@@ -46,7 +47,7 @@ def _hash(p: Params, make: Make) -> dict[str, Any]:
 def _table(p: Params, make: Make, rows: int) -> dict[str, Any]:
     scales = {"none": None, "one": 1, "row": rows}[p["scale"]]
     return {
-        "table": make.normal(rows, p["dim"]).to(p["table_dtype"]),
+        "table": make.normal(rows, p["dim"], dtype=p["table_dtype"]),
         "scale": None if scales is None else make.uniform(scales, low=0.01, high=2.0),
         "dtype": p["dtype"],
         # A shard of the second half of a larger table: about half the rows belong to another.
@@ -128,6 +129,7 @@ _STREAM_AXES: Params = {"tokens": [3, 0, 1, 17], "streams": [4, 1, 2], "hidden":
 
 _REAL_HASH = {"order": 3, "heads_per_order": 8, "modulus": 20_000_000, "multiplier": 1 << 45}
 _REAL_STREAMS = {"streams": 4, "hidden": 2560, "dtype": torch.bfloat16}
+_FP8_TABLE = {"table_dtype": torch.float8_e4m3fn, "scale": "one", "modulus": 1 << 19, "vocab": 248320}
 _REAL_ROWS = {"heads": 16, "dim": 160, "dtype": torch.bfloat16}
 
 ngram_hash = CaseSet(
@@ -138,6 +140,7 @@ ngram_hash = CaseSet(
         "qwen4_exp decode": {**_REAL_HASH, "lengths": [1] * 32},
         "qwen4_exp prefill": {**_REAL_HASH, "lengths": [8192]},
     },
+    sweeps={"qwen4_exp decode": [{"lengths": [1] * seqs} for seqs in (1, 32, 256)], "qwen4_exp prefill": [{}]},
 )
 
 ngram_lookup = CaseSet(
@@ -165,6 +168,10 @@ ngram_lookup = CaseSet(
             "scale": "one",
         },
     },
+    # 670 MB of table, past any cache as the model's 51 GB are.
+    sweeps={
+        "qwen4_exp prefill, fp8 table": [{"tokens": tokens, "table_rows": 1 << 22} for tokens in (1, 32, 1024, 8192)]
+    },
 )
 
 ngram_embed = CaseSet(
@@ -182,6 +189,9 @@ ngram_embed = CaseSet(
             "dtype": torch.bfloat16,
         }
     },
+    sweeps={
+        "qwen4_exp decode": [{"lengths": lengths, **_FP8_TABLE} for lengths in ([1], [1] * 32, [1024], [8192])],
+    },
 )
 
 ngram_gate = CaseSet(
@@ -192,6 +202,7 @@ ngram_gate = CaseSet(
         "qwen4_exp decode": {**_REAL_STREAMS, "tokens": 32},
         "qwen4_exp prefill": {**_REAL_STREAMS, "tokens": 8192},
     },
+    sweeps={"qwen4_exp decode": [{"tokens": tokens} for tokens in (1, 32, 256, 1024, 8192)]},
 )
 
 ngram_inject = CaseSet(
@@ -203,4 +214,5 @@ ngram_inject = CaseSet(
         "qwen4_exp decode": {**_REAL_STREAMS, "tokens": 32},
         "qwen4_exp prefill": {**_REAL_STREAMS, "tokens": 8192},
     },
+    sweeps={"qwen4_exp decode": [{"tokens": tokens} for tokens in (1, 32, 256, 1024, 8192)]},
 )

@@ -42,6 +42,10 @@ rms_norm = CaseSet(
         "deepseek_v3 layer": {"rows": 512, "dim": 7168, "dtype": torch.bfloat16},
         "deepseek_v3 latent": {"rows": 512, "dim": 512, "dtype": torch.bfloat16, "strided": True},
     },
+    sweeps={
+        "qwen4_exp query heads": [{"rows": rows} for rows in (24, 24 * 32, 24 * 8192)],
+        "deepseek_v3 layer": [{"rows": rows} for rows in (1, 32, 8192)],
+    },
 )
 
 
@@ -59,6 +63,10 @@ add_rms_norm = CaseSet(
         "deepseek_v3 layer": {"rows": 512, "dim": 7168, "dtype": torch.bfloat16},
         "deepseek_v3 decode": {"rows": 32, "dim": 7168, "dtype": torch.bfloat16},
     },
+    sweeps={
+        "deepseek_v3 layer": [{"rows": rows} for rows in (512, 8192)],
+        "deepseek_v3 decode": [{"rows": rows} for rows in (1, 32)],
+    },
 )
 
 grouped_rms_norm = CaseSet(
@@ -69,4 +77,5 @@ grouped_rms_norm = CaseSet(
     models={
         "qwen4_exp streams": {"rows": 512, "groups": 4, "dim": 2560, "dtype": torch.bfloat16, "zero_centred": True}
     },
+    sweeps={"qwen4_exp streams": [{"rows": rows} for rows in (1, 32, 512, 8192)]},
 )

@@ -29,6 +29,17 @@ _MODELS = {
     "qwen4_exp prefill": {"tokens": 8192, "streams": 4, "hidden": 2560, "dtype": torch.bfloat16},
 }
 _MIX_MODELS = {name: {**params, "rank": 320} for name, params in _MODELS.items()}
+_SWEEPS: dict[str, list[Params]] = {
+    "qwen4_exp decode": [{"tokens": tokens} for tokens in (1, 4, 8, 32, 128)],
+    "qwen4_exp prefill": [{"tokens": tokens} for tokens in (1024, 8192)],
+}
+_MIX_SWEEPS: dict[str, list[Params]] = {
+    **_SWEEPS,
+    "qwen4_exp decode": [
+        *_SWEEPS["qwen4_exp decode"],
+        *({"tokens": tokens, "weights": "float8"} for tokens in (1, 4, 32)),
+    ],
+}
 
 
 def _streams(p: Params, make: Make) -> Tensor:
@@ -76,6 +87,7 @@ residual_mix = CaseSet(
     build=lambda p, make: {"x": _streams(p, make), **_weights(p, make)},
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
+    sweeps=_MIX_SWEEPS,
 )
 
 residual_inject = CaseSet(
@@ -84,6 +96,7 @@ residual_inject = CaseSet(
     edges=_CANCELLING,
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MODELS,
+    sweeps=_SWEEPS,
 )
 
 residual_inject_mix = CaseSet(
@@ -92,4 +105,5 @@ residual_inject_mix = CaseSet(
     edges=_CANCELLING,
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
+    sweeps=_MIX_SWEEPS,
 )

@@ -49,4 +49,8 @@ rope = CaseSet(
         "deepseek_v3 queries": _DEEPSEEK | {"heads": 16, "dim": 64},
         "deepseek_v3 key": _DEEPSEEK | {"heads": 1, "dim": 64, "strided": True},
     },
+    sweeps={
+        "qwen4_exp queries": [{"tokens": tokens} for tokens in (1, 32, 8192)],
+        "deepseek_v3 queries": [{"tokens": tokens} for tokens in (32, 8192)],
+    },
 )

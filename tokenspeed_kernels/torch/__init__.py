@@ -6,6 +6,7 @@ _FAMILIES = (
     "attention",
     "conv",
     "gdn",
+    "gdn_inputs",
     "linear",
     "linear_quantised",
     "mla",

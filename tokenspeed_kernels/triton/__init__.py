@@ -33,6 +33,8 @@ _FAMILIES = (
     "linear_quantised",
     "attention",
     "sparse",
+    "sparse_attention",
+    "sparse_select",
     "sampling",
 )
 

@@ -4,8 +4,8 @@ A program owns a tile of some rows of one head's state, from the pool to registe
 both products of a step run along them. So a head is spread over as many programs as it takes to keep a chip busy with
 one request, and at any batch a state is moved once in each direction, which is all the time there is to spend.
 
-A tile is held as [chunks, rows, columns of a chunk], a chunk being 128 bytes of a row: lanes then take several rows at
-once, in whole cache lines, and the sum along a row meets 8 lanes instead of all.
+A tile is held in chunks of 128 bytes of each row: lanes then take several rows at once, in whole cache lines, and the
+sum along a row meets 8 lanes instead of all.
 """
 
 from typing import Literal
@@ -29,35 +29,72 @@ _MOST_BATCH = 64
 
 @triton.jit
 def load_key(p_k, DIM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """One head's query or key as [CHUNKS, CHUNK], in its own dtype."""
-    o_k = tl.arange(0, CHUNKS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    return tl.load(p_k + o_k, mask=o_k < DIM, other=0.0)
-
-
-@triton.jit
-def wide_key(k, NORMALISE: tl.constexpr):
-    """A query or key in float32, of unit length if asked for."""
-    k = k.to(tl.float32)
-    if NORMALISE:
-        k *= tl.rsqrt(tl.sum(tl.sum(k * k, 0), 0) + NORM_EPS)
+    """One head's query or key in its own dtype: CHUNKS tensors [CHUNK]."""
+    k = tl.tuple(())
+    for c in tl.static_range(CHUNKS):
+        o_k = c * CHUNK + tl.arange(0, CHUNK)
+        k += (tl.load(p_k + o_k, mask=o_k < DIM, other=0.0),)
     return k
 
 
 @triton.jit
-def along_rows(state, k):
-    """Product of a tile [CHUNKS, ROWS, CHUNK] with a vector [CHUNKS, CHUNK]: [ROWS]."""
-    return tl.sum(tl.sum(state * k[:, None, :], 0), 1)
+def wide_key(k, CHUNKS: tl.constexpr, NORMALISE: tl.constexpr):
+    """A query or key in float32, of unit length if asked for."""
+    wide = tl.tuple(())
+    squares = k[0].to(tl.float32) * k[0].to(tl.float32)
+    for c in tl.static_range(1, CHUNKS):
+        squares += k[c].to(tl.float32) * k[c].to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(squares, 0) + NORM_EPS)
+    for c in tl.static_range(CHUNKS):
+        wide += (k[c].to(tl.float32) * inverse if NORMALISE else k[c].to(tl.float32),)
+    return wide
 
 
 @triton.jit
-def advance(state, k, v, g, beta):
+def load_tile(p_state, inside, DK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """A tile in float32 from where its rows start, [ROWS]: CHUNKS tensors [ROWS, CHUNK]."""
+    state = tl.tuple(())
+    for c in tl.static_range(CHUNKS):
+        o_k = c * CHUNK + tl.arange(0, CHUNK)
+        mask = inside[:, None] & (o_k < DK)[None, :]
+        part = tl.load(p_state[:, None] + o_k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        state += (part.to(tl.float32),)
+    return state
+
+
+@triton.jit
+def store_tile(p_state, state, inside, DK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    for c in tl.static_range(CHUNKS):
+        o_k = c * CHUNK + tl.arange(0, CHUNK)
+        part = state[c].to(p_state.dtype.element_ty)
+        mask = inside[:, None] & (o_k < DK)[None, :]
+        tl.store(p_state[:, None] + o_k[None, :], part, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def along_rows(state, k, CHUNKS: tl.constexpr):
+    """Product of a tile with a query or key: [ROWS]."""
+    total = state[0] * k[0][None, :]
+    for c in tl.static_range(1, CHUNKS):
+        total += state[c] * k[c][None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def advance(state, k, v, g, beta, CHUNKS: tl.constexpr):
     """The tile after one token."""
-    state *= tl.exp(g)
-    delta = beta * (v.to(tl.float32) - along_rows(state, k))
-    return state + delta[None, :, None] * k[:, None, :]
+    decay = tl.exp(g)
+    decayed = tl.tuple(())
+    for c in tl.static_range(CHUNKS):
+        decayed += (state[c] * decay,)
+    delta = beta * (v.to(tl.float32) - along_rows(decayed, k, CHUNKS))
+    new = tl.tuple(())
+    for c in tl.static_range(CHUNKS):
+        new += (decayed[c] + delta[:, None] * k[c][None, :],)
+    return new
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["initial_ptr", "slots_ptr"])
 def recurrent_steps(
     q_ptr,  # [batch, Q_LEN, k_heads, DK]
     k_ptr,
@@ -107,11 +144,9 @@ def recurrent_steps(
     next_q = load_key(p_q, DK, CHUNKS, CHUNK)
     p_o = o_ptr + i_gate * DV + o_v
     if initial >= 0:
-        o_k = tl.arange(0, CHUNKS)[:, None, None] * CHUNK + tl.arange(0, CHUNK)[None, None, :]
-        o_state = (i_head * DV + o_v)[None, :, None] * DK + o_k  # [CHUNKS, ROWS, CHUNK]
-        in_state = inside[None, :, None] & (o_k < DK)
+        o_state = (i_head * DV + o_v) * DK
         p_state = state_ptr + initial.to(tl.int64) * (V_HEADS * DV * DK) + o_state
-        state = tl.load(p_state, mask=in_state, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        state = load_tile(p_state, inside, DK, CHUNKS, CHUNK)
         for i in tl.static_range(Q_LEN):
             q, k, v, g, beta = next_q, next_k, next_v, next_g, next_beta
             slot = tl.load(slots_ptr + i_batch * Q_LEN + i)
@@ -121,11 +156,11 @@ def recurrent_steps(
                 next_g = tl.load(g_ptr + i_gate + (i + 1) * V_HEADS)
                 next_beta = tl.load(beta_ptr + i_gate + (i + 1) * V_HEADS)
                 next_q = load_key(p_q + (i + 1) * q_token, DK, CHUNKS, CHUNK)
-            state = advance(state, wide_key(k, NORMALISE), v, g, beta)
-            p_state = state_ptr + slot.to(tl.int64) * (V_HEADS * DV * DK) + o_state
-            stored = state.to(state_ptr.dtype.element_ty)
-            tl.store(p_state, stored, mask=in_state & (slot >= 0), eviction_policy="evict_first")
-            o = along_rows(state, wide_key(q, NORMALISE)) * scale
+            state = advance(state, wide_key(k, CHUNKS, NORMALISE), v, g, beta, CHUNKS)
+            if slot >= 0:
+                p_state = state_ptr + slot.to(tl.int64) * (V_HEADS * DV * DK) + o_state
+                store_tile(p_state, state, inside, DK, CHUNKS, CHUNK)
+            o = along_rows(state, wide_key(q, CHUNKS, NORMALISE), CHUNKS) * scale
             tl.store(p_o + i * (V_HEADS * DV), o.to(o_ptr.dtype.element_ty), mask=inside)
     else:
         for i in tl.static_range(Q_LEN):
@@ -140,14 +175,14 @@ def chunks_of(d_k: int, state: Tensor) -> tuple[int, int]:
 
 
 def tile_space(dims: Dims) -> list[Config]:
-    """Tiles of 32 to 128 state elements a lane of 32."""
+    """Tiles of 1024 or 2048 state elements a warp: of twice as many, several tokens spill."""
     columns, most = triton.next_power_of_2(dims["d_k"]), triton.next_power_of_2(dims["d_v"])
-    sizes = [(warps, warps * each // columns) for warps in (1, 2, 4) for each in (1024, 2048, 4096)]
+    sizes = [(warps, warps * each // columns) for warps in (1, 2, 4) for each in (1024, 2048)]
     return [{"ROWS": rows, "num_warps": warps} for warps, rows in sizes if 1 <= rows <= most]
 
 
 def default_tile(platform: Platform, dims: Dims) -> Config:
-    """One warp or wavefront, 64 state elements a lane or 32: rows of a head come from many programs."""
+    """One warp or wavefront with 2048 state elements: the rows of a head come to many programs."""
     rows = max(2048 // triton.next_power_of_2(dims["d_k"]), 1)
     return {"ROWS": min(rows, triton.next_power_of_2(dims["d_v"])), "num_warps": 1}
 

@@ -10,11 +10,13 @@ those that have no keys exit at once. A second kernel adds the runs in their ord
 
 from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_kernels import mla
 from tokenspeed_kernels.triton.declare import portable
@@ -29,10 +31,61 @@ def _run_size(length, splits, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
 
 
+@triton.jit
+def _step(
+    b_o,  # [BR, BL], KEYS_FIRST: [BL, BR]
+    b_max,  # [BR]
+    b_sum,  # [BR]
+    b_q,  # [BR, BL]
+    b_qp,  # [BR, BP]
+    b_kv,  # [BN, BL]
+    b_kp,  # [BN, BP]
+    log2_scale,
+    i_key,
+    b_visible,  # [BR]
+    all_visible,
+    ROPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):
+    """Adds the keys from `i_key` on to the running softmax: of each row those before its `b_visible`. Before
+    `all_visible` no row has a hidden one."""
+    AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
+    # The matrix units' layout of a product that feeds another gives all warps the same keys. So the two parts are
+    # scaled before they are added, and masks, which few tiles need, stand in a branch.
+    if KEYS_FIRST:
+        b_s = tl.dot(b_kv, tl.trans(b_q), input_precision="ieee") * log2_scale  # [BN, BR]
+        if ROPE > 0:
+            b_s += tl.dot(b_kp, tl.trans(b_qp), input_precision="ieee") * log2_scale
+    else:
+        b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee") * log2_scale  # [BR, BN]
+        if ROPE > 0:
+            b_s += tl.dot(b_qp, tl.trans(b_kp), input_precision="ieee") * log2_scale
+    if i_key + BLOCK_N > all_visible:
+        o_key = i_key + tl.arange(0, BLOCK_N)
+        seen = tl.expand_dims(o_key, 1 - AXIS) < tl.expand_dims(b_visible, AXIS)
+        b_s = tl.where(seen, b_s, float("-inf"))
+    b_top = tl.maximum(b_max, tl.max(b_s, AXIS))
+    # A row that has seen no key yet: its weights are exp2(-inf - 0).
+    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_decay = tl.exp2(b_max - b_base)
+    b_w = tl.exp2(b_s - tl.expand_dims(b_base, AXIS))
+    b_sum = b_sum * b_decay + tl.sum(b_w, AXIS)
+    b_w = b_w.to(b_kv.dtype)
+    b_o = b_o * tl.expand_dims(b_decay, AXIS)
+    if KEYS_FIRST:
+        b_o = tl.dot(tl.trans(b_kv), b_w, b_o, input_precision="ieee")
+    else:
+        b_o = tl.dot(b_w, b_kv, b_o, input_precision="ieee")
+    return b_o, b_top, b_sum
+
+
 @triton.jit(do_not_specialize=["splits", "max_pages"])
 def _attend(
     q_ptr,  # [batch, rows, QK]
     kv_ptr,  # [pages, PAGE, QK], contiguous in the last
+    latent_ptr,  # descriptor of the cache's rows [rows, QK], of tiles [BLOCK_N, BLOCK_L]; None without DESCRIPTORS
+    rope_ptr,  # the same, of tiles [BLOCK_N, BLOCK_P]
     table_ptr,  # [batch, max_pages]
     length_ptr,  # [batch]
     kv_scale_ptr,  # [1] or None
@@ -40,6 +93,7 @@ def _attend(
     lse_ptr,  # [batch, splits, rows]
     page_stride,
     row_stride,
+    page_rows,
     max_pages,
     splits,
     scale,
@@ -54,7 +108,9 @@ def _attend(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
 ):
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
     ROWS: tl.constexpr = HEADS * Q_LEN
     GROUPS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     # Row groups of one run are neighbours: they read the same keys, through the L2 cache.
@@ -76,6 +132,7 @@ def _attend(
     p_q = q_ptr + (i_batch * ROWS + o_r[:, None]) * QK
     inside = (o_r < ROWS)[:, None]
     b_q = tl.load(p_q + o_l[None, :], mask=inside & (o_l < LATENT)[None, :], other=0.0).to(COMPUTE)  # [BR, BL]
+    b_qp = b_q
     if QK > LATENT:
         b_qp = tl.load(p_q + o_p[None, :], mask=inside & (o_p < QK)[None, :], other=0.0).to(COMPUTE)  # [BR, BP]
     kv_scale = 1.0
@@ -83,68 +140,56 @@ def _attend(
         kv_scale = tl.load(kv_scale_ptr)
     log2_scale = scale * kv_scale * 1.4426950408889634
 
-    AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
     b_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_R], tl.float32)
-    if KEYS_FIRST:
-        b_o = tl.zeros([BLOCK_L, BLOCK_R], tl.float32)
-    else:
-        b_o = tl.zeros([BLOCK_R, BLOCK_L], tl.float32)
+    b_o = tl.zeros([BLOCK_L, BLOCK_R] if KEYS_FIRST else [BLOCK_R, BLOCK_L], tl.float32)
 
     p_table = table_ptr + i_batch * max_pages
-    ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
-    b_page = tl.load(p_table + start // PAGE, mask=start < end, other=0)
-    p_row = kv_ptr + o_n.to(tl.int64)[:, None] * row_stride
-    for i_key in range(start, end, BLOCK_N):
-        live = (i_key + o_n < end)[:, None]
+    all_visible = length - Q_LEN + 1
+    followed = start
+    if DESCRIPTORS:  # whole tiles: rows past the end may hold NaN, which no weight of zero would hide
+        followed = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
+        b_page = tl.load(p_table + start // PAGE, mask=start < followed, other=0)
+        for i_key in range(start, followed, BLOCK_N):
+            i_row = b_page * page_rows + i_key % PAGE
+            i_next = i_key + BLOCK_N
+            b_page = tl.load(p_table + i_next // PAGE, mask=i_next < followed, other=0)
+            b_kv = latent_ptr.load([i_row, 0]).to(COMPUTE)  # [BN, BL]
+            b_kp = rope_ptr.load([i_row, LATENT]).to(COMPUTE)  # [BN, BP]
+            b_o, b_max, b_sum = _step(
+                b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible,
+                QK - LATENT, BLOCK_N, KEYS_FIRST,
+            )  # fmt: skip
+    if ONE_PAGE:
+        b_page = tl.load(p_table + followed // PAGE, mask=followed < end, other=0)
+    for i_key in range(followed, end, BLOCK_N):
+        o_key = i_key + o_n
+        live = (o_key < end)[:, None]
         if ONE_PAGE:
-            p_kv = p_row + (b_page.to(tl.int64) * page_stride + tl.cast(i_key % PAGE, tl.int64) * row_stride)
-            following = i_key + BLOCK_N
-            b_page = tl.load(p_table + following // PAGE, mask=following < end, other=0)
+            p_kv = kv_ptr + b_page.to(tl.int64) * page_stride + o_n.to(tl.int64)[:, None] * row_stride
+            p_kv += tl.cast(i_key % PAGE, tl.int64) * row_stride
+            i_next = i_key + BLOCK_N
+            b_page = tl.load(p_table + i_next // PAGE, mask=i_next < end, other=0)
         else:
-            o_key = i_key + o_n
             pages = tl.load(p_table + o_key // PAGE, mask=o_key < end, other=0).to(tl.int64)
             p_kv = kv_ptr + (pages * page_stride + (o_key % PAGE).to(tl.int64) * row_stride)[:, None]
-        # Rows past the end may hold NaN, which no weight of zero would hide.
         if BLOCK_L == LATENT:
             b_kv = tl.load(p_kv + o_l[None, :], mask=live, other=0.0).to(COMPUTE)  # [BN, BL]
         else:
             b_kv = tl.load(p_kv + o_l[None, :], mask=live & (o_l < LATENT)[None, :], other=0.0).to(COMPUTE)
-        if QK > LATENT:
-            if BLOCK_P == QK - LATENT:
-                b_kp = tl.load(p_kv + o_p[None, :], mask=live, other=0.0).to(COMPUTE)  # [BN, BP]
-            else:
-                b_kp = tl.load(p_kv + o_p[None, :], mask=live & (o_p < QK)[None, :], other=0.0).to(COMPUTE)
-
-        if KEYS_FIRST:
-            b_s = tl.dot(b_kv, tl.trans(b_q), input_precision="ieee")  # [BN, BR]
-            if QK > LATENT:
-                b_s = tl.dot(b_kp, tl.trans(b_qp), b_s, input_precision="ieee")
-            seen = (i_key + o_n)[:, None] < b_visible[None, :]
-        else:
-            b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee")  # [BR, BN]
-            if QK > LATENT:
-                b_s = tl.dot(b_qp, tl.trans(b_kp), b_s, input_precision="ieee")
-            seen = (i_key + o_n)[None, :] < b_visible[:, None]
-        b_s = tl.where(seen, b_s * log2_scale, float("-inf"))
-        b_top = tl.maximum(b_max, tl.max(b_s, AXIS))
-        # A row that has seen no key yet: its weights are exp2(-inf - 0).
-        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_decay = tl.exp2(b_max - b_base)
-        b_w = tl.exp2(b_s - tl.expand_dims(b_base, AXIS))
-        b_sum = b_sum * b_decay + tl.sum(b_w, AXIS)
-        b_max = b_top
-        if KEYS_FIRST:
-            b_o = tl.dot(tl.trans(b_kv), b_w.to(COMPUTE), b_o * b_decay[None, :], input_precision="ieee")
-        else:
-            b_o = tl.dot(b_w.to(COMPUTE), b_kv, b_o * b_decay[:, None], input_precision="ieee")
+        b_kp = b_kv
+        if BLOCK_P == QK - LATENT:
+            b_kp = tl.load(p_kv + o_p[None, :], mask=live, other=0.0).to(COMPUTE)  # [BN, BP]
+        elif QK > LATENT:
+            b_kp = tl.load(p_kv + o_p[None, :], mask=live & (o_p < QK)[None, :], other=0.0).to(COMPUTE)
+        b_o, b_max, b_sum = _step(
+            b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible,
+            QK - LATENT, BLOCK_N, KEYS_FIRST,
+        )  # fmt: skip
 
     b_norm = tl.where(b_sum > 0, kv_scale / b_sum, 0.0)
     b_lse = tl.where(b_sum > 0, (b_max + tl.log2(b_sum)) * 0.6931471805599453, float("-inf"))
-    if KEYS_FIRST:
-        b_o = tl.trans(b_o * b_norm[None, :])
-    else:
-        b_o = b_o * b_norm[:, None]
+    b_o = tl.trans(b_o * b_norm[None, :]) if KEYS_FIRST else b_o * b_norm[:, None]
     o_row = (i_batch * splits + i_split) * ROWS + o_r
     tl.store(lse_ptr + o_row, b_lse, mask=o_r < ROWS)
     p_o = o_ptr + o_row[:, None] * LATENT + o_l[None, :]
@@ -214,14 +259,15 @@ def _default(platform: Platform, dims: Dims) -> Config:
         return _config(16, 16, False, 4, 1)
     if platform.vendor == "amd":
         return _config(rows, 32, False, 4, 1)
-    return _config(rows, 64, rows < 64, 4 if rows == 16 else 8, 2)
+    return _config(rows, 64, rows < 64, 4 if rows == 16 else 8, 2, True)
 
 
-def _config(rows: int, tile: int, keys_first: bool, warps: int, stages: int) -> Config:
+def _config(rows: int, tile: int, keys_first: bool, warps: int, stages: int, descriptors: bool = False) -> Config:
     return {
         "BLOCK_R": rows,
         "BLOCK_N": tile,
         "KEYS_FIRST": keys_first,
+        "DESCRIPTORS": descriptors,
         "num_warps": warps,
         "num_stages": stages,
     }
@@ -276,9 +322,12 @@ def mla_decode(
     if splits > 1:
         part = torch.empty(batch, splits, rows, latent, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(batch, splits, rows, dtype=torch.float32, device=q.device)
+    config, latents, ropes = _described(config, kv_cache, latent)
     _attend[(batch * splits * groups,)](
         q,
         kv_cache,
+        latents,
+        ropes,
         page_table,
         seq_lens,
         kv_scale,
@@ -286,6 +335,7 @@ def mla_decode(
         part_lse,
         kv_cache.stride(0),
         kv_cache.stride(1),
+        kv_cache.stride(0) // max(kv_cache.stride(1), 1),
         max_pages,
         splits,
         scale,
@@ -305,6 +355,32 @@ def mla_decode(
             part, part_lse, seq_lens, attended, lse, splits, rows, latent, tile, width, min(bucket(splits), 32)
         )
     return attended, lse
+
+
+def _described(config: Config, kv_cache: Tensor, latent: int) -> tuple[Config, Any, Any]:
+    """Descriptors of the cache's rows for latents and rotated keys, where the config wants them and the cache fits."""
+    pages, page, qk = kv_cache.shape
+    rope, tile, bytes_ = qk - latent, config["BLOCK_N"], kv_cache.element_size()
+    page_stride, row_stride, _ = kv_cache.stride()
+    fits = (
+        config["DESCRIPTORS"]
+        and page % tile == 0
+        and pages > 0
+        and latent == triton.next_power_of_2(latent)
+        and rope == triton.next_power_of_2(max(rope, 1))
+        and min(latent, rope) * bytes_ >= 16
+        and row_stride * bytes_ % 16 == 0
+        and page_stride % row_stride == 0
+        and kv_cache.data_ptr() % 16 == 0
+    )
+    if not fits:
+        return {**config, "DESCRIPTORS": False}, None, None
+    rows = (pages - 1) * (page_stride // row_stride) + page
+    return (
+        config,
+        TensorDescriptor(kv_cache, [rows, qk], [row_stride, 1], [tile, latent]),
+        TensorDescriptor(kv_cache, [rows, qk], [row_stride, 1], [tile, rope]),
+    )
 
 
 _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

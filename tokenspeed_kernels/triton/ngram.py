@@ -69,10 +69,10 @@ def _hash_tile(
     modulus = tl.load(moduli_ptr + o_h, mask=m_h, other=1)[None, :]
     offset = tl.load(offsets_ptr + o_h, mask=m_h, other=0)[None, :]
     token = tl.load(ids_ptr + o_t, mask=m_t, other=-1)
+    value = token * tl.load(multipliers_ptr)
     sequence, start = _sequence_of(o_t, cu_ptr, seqs, SEARCH)
     position = o_t - start
     eos = tl.zeros_like(o_t) + eos
-    value = token * tl.load(multipliers_ptr)
     hashed = tl.zeros_like(modulus)
     ended = token != token
     for back in tl.static_range(1, ORDER):
@@ -334,17 +334,13 @@ def _ngram_embed_tokens(
     return out
 
 
-# A table in host memory is read by the same kernel, over the link.
-_PLACES = ((False, ""), (True, "_host"))
-ngram_lookup, ngram_lookup_host = (
-    portable(
-        ngram.ngram_lookup, name=f"triton.ngram_lookup{suffix}", constraints=[OnHost("table").in_(host)]
-    )(_ngram_lookup_rows)
-    for host, suffix in _PLACES
+# A table in host memory is read by the same kernels, over the link.
+_ON_DEVICE, _ON_HOST = ([OnHost("table").in_(host)] for host in (False, True))
+ngram_lookup = portable(ngram.ngram_lookup, constraints=_ON_DEVICE)(_ngram_lookup_rows)
+ngram_embed = portable(ngram.ngram_embed, constraints=_ON_DEVICE)(_ngram_embed_tokens)
+ngram_lookup_host = portable(ngram.ngram_lookup, name="triton.ngram_lookup_host", constraints=_ON_HOST)(
+    _ngram_lookup_rows
 )
-ngram_embed, ngram_embed_host = (
-    portable(
-        ngram.ngram_embed, name=f"triton.ngram_embed{suffix}", constraints=[OnHost("table").in_(host)]
-    )(_ngram_embed_tokens)
-    for host, suffix in _PLACES
+ngram_embed_host = portable(ngram.ngram_embed, name="triton.ngram_embed_host", constraints=_ON_HOST)(
+    _ngram_embed_tokens
 )
