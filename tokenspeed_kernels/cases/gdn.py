@@ -114,6 +114,7 @@ def _gdn_verify_replay(p: Params, make: Make) -> dict[str, Any]:
     kept = {
         "random": make.integers(batch, low=0, high=capacity + 1),
         "zero": torch.zeros(batch, dtype=torch.int32),
+        "few": (torch.arange(batch, dtype=torch.int32) + 1) % q_len,
         "fits": torch.full((batch,), capacity - q_len, dtype=torch.int32),
         "folds": torch.full((batch,), min(capacity - q_len + 1, capacity), dtype=torch.int32),
         "full": torch.full((batch,), capacity, dtype=torch.int32),
@@ -243,7 +244,11 @@ gdn_verify_replay = CaseSet(
     edges=[{**_BF16, "kept": kept, "rounds": 3} for kept in ("fits", "folds")],
     shrink=[{"batch": 1}],
     models={"qwen4_exp verify, 3 drafts": {"batch": 32, "q_len": 4, **_QWEN}},
-    sweeps={"qwen4_exp verify, 3 drafts": [{"batch": batch} for batch in _BATCHES]},
+    sweeps={
+        # Few enough kept that none fold, then, as in the midst of generation, some.
+        "qwen4_exp verify, 3 drafts": [{"batch": batch, "kept": "few"} for batch in _BATCHES]
+        + [{"batch": batch} for batch in (1, 32, 256)]
+    },
 )
 
 gdn_fold = CaseSet(

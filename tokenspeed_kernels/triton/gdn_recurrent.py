@@ -175,9 +175,9 @@ def chunks_of(d_k: int, state: Tensor) -> tuple[int, int]:
 
 
 def tile_space(dims: Dims) -> list[Config]:
-    """Tiles of 1024 or 2048 state elements a warp: of twice as many, several tokens spill."""
+    """Tiles of 1024 to 4096 state elements a warp: of more than that a warp's registers hold no tile."""
     columns, most = triton.next_power_of_2(dims["d_k"]), triton.next_power_of_2(dims["d_v"])
-    sizes = [(warps, warps * each // columns) for warps in (1, 2, 4) for each in (1024, 2048)]
+    sizes = [(warps, warps * each // columns) for warps in (1, 2, 4) for each in (1024, 2048, 4096)]
     return [{"ROWS": rows, "num_warps": warps} for warps, rows in sizes if 1 <= rows <= most]
 
 

@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_kernels import mla
 from tokenspeed_kernels.triton.declare import portable
-from tokenspeed_kernels.triton.device import bucket, compute_units
+from tokenspeed_kernels.triton.device import bucket, compute_units, interpreted, platform_for
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 
@@ -109,7 +110,10 @@ def _attend(
     BLOCK_N: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
     ROWS: tl.constexpr = HEADS * Q_LEN
     GROUPS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
@@ -209,7 +213,10 @@ def _combine(
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     i_row = tl.program_id(0) % ROWS
     i_batch = (tl.program_id(0) // ROWS).to(tl.int64)
     o_l = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -323,6 +330,7 @@ def mla_decode(
         part = torch.empty(batch, splits, rows, latent, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(batch, splits, rows, dtype=torch.float32, device=q.device)
     config, latents, ropes = _described(config, kv_cache, latent)
+    overlap = splits > 1 and "programmatic_launch" in platform_for(q.device).features and not interpreted()
     _attend[(batch * splits * groups,)](
         q,
         kv_cache,
@@ -347,14 +355,32 @@ def mla_decode(
         _TRITON[compute],
         max(triton.next_power_of_2(latent), 16),
         max(triton.next_power_of_2(qk - latent), 16),
+        PDL=overlap,
         **config,
     )
     if splits > 1:
-        width = min(triton.next_power_of_2(latent), 128)
+        # Starts while the last runs are read, and waits for them.
+        early = {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}
+        width = min(triton.next_power_of_2(latent), COMBINE_WIDTH)
         _combine[(batch * rows, -(-latent // width))](
-            part, part_lse, seq_lens, attended, lse, splits, rows, latent, tile, width, min(bucket(splits), 32)
+            part,
+            part_lse,
+            seq_lens,
+            attended,
+            lse,
+            splits,
+            rows,
+            latent,
+            tile,
+            width,
+            min(bucket(splits), COMBINE_RUNS),
+            num_warps=COMBINE_WARPS,
+            **early,
         )
     return attended, lse
+
+
+COMBINE_WIDTH, COMBINE_RUNS, COMBINE_WARPS = 128, 32, 4
 
 
 def _described(config: Config, kv_cache: Tensor, latent: int) -> tuple[Config, Any, Any]:

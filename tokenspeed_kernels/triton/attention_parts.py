@@ -1,0 +1,130 @@
+"""What attention kernels over packed tokens and paged caches share.
+
+Tiles of packed rows: sequence s begins at tile `cu_seqlens[s] * group // BM + s`, so that a grid of
+`tokens * group // BM + seqs` programs, which no content changes, has a tile for all rows of every sequence.
+Splits: several programs share the keys of a row. Each leaves a normalised output and a log-sum-exp in base 2, and
+`combine` adds them up in the order of the splits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLITS = 64
+"""The most splits that `combine` adds up."""
+
+
+@triton.jit
+def sequence_of(
+    cu_ptr, place, seqs, first_token, last_token, GROUP: tl.constexpr, BM: tl.constexpr, SPREAD: tl.constexpr
+):
+    """The sequence that has the tile numbered `place`, or, without `SPREAD`, the row.
+
+    `cu_ptr` [seqs+1]: packed tokens, of `GROUP` rows each, `BM` rows a tile; counted from `first_token` on, as if there
+    were none before it and past `last_token`.
+    """
+    before = 0
+    for first in range(0, seqs, 256):
+        o_seq = first + 1 + tl.arange(0, 256)
+        starts = tl.load(cu_ptr + o_seq, mask=o_seq < seqs, other=0)
+        starts = (tl.minimum(tl.maximum(starts, first_token), last_token) - first_token) * GROUP // BM
+        if SPREAD:
+            starts += o_seq
+        before += tl.sum(((starts <= place) & (o_seq < seqs)).to(tl.int32))
+    return before
+
+
+@triton.jit
+def softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED: tl.constexpr):
+    """One tile of keys in a running softmax in base 2: q [BM, BD], k and v [BN, BD], seen [BM, BN], scale [BM, 1]."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that sees nothing yet
+    weights = tl.exp2(scores - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
+def operand(q, DOT: tl.constexpr):
+    """Queries [BM, BD] in the dtype of the products and what their scores are to be multiplied by, [BM, 1].
+
+    A float16 product of bfloat16 queries is exact if a power of two brings each row below 2.
+    """
+    factor = tl.full([q.shape[0], 1], 1.0, tl.float32)
+    if DOT == tl.float16 and q.dtype != tl.float16:
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        factor = exponent.to(tl.float32, bitcast=True)[:, None]
+        q = q.to(tl.float32) * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
+    return q.to(DOT), factor
+
+
+@triton.jit
+def _combine(
+    part_ptr,  # [splits, rows, DIM]
+    part_lse_ptr,  # [splits, rows], base 2
+    o_ptr,  # [rows, DIM]
+    lse_ptr,  # [rows], base e
+    rows,
+    splits,
+    DIM: tl.constexpr,
+    MOST: tl.constexpr,  # at least `splits`
+    BD: tl.constexpr,
+    BS: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, BD)
+    o_split = tl.arange(0, MOST)
+    lses = tl.load(part_lse_ptr + o_split * rows.to(tl.int64) + i_row, mask=o_split < splits, other=float("-inf"))
+    peak = tl.max(lses, 0)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp2(lses - shift), 0)
+    acc = tl.zeros([BD], tl.float32)
+    for first in range(0, splits, BS):
+        o_s = first + tl.arange(0, BS)
+        lse = tl.load(part_lse_ptr + o_s * rows.to(tl.int64) + i_row, mask=o_s < splits, other=float("-inf"))
+        p_part = part_ptr + (o_s[:, None] * rows.to(tl.int64) + i_row) * DIM + o_d[None, :]  # [BS, BD]
+        # An empty split has written nothing.
+        part = tl.load(p_part, mask=(lse > float("-inf"))[:, None] & (o_d < DIM)[None, :], other=0.0)
+        acc += tl.sum(part * tl.exp2(lse - shift)[:, None], 0)
+    some = total > 0
+    total = tl.where(some, total, 1.0)
+    tl.store(o_ptr + i_row * DIM + o_d, (acc / total).to(o_ptr.dtype.element_ty), mask=o_d < DIM)
+    tl.store(lse_ptr + i_row, tl.where(some, (shift + tl.log2(total)) * 0.6931471805599453, float("-inf")))
+
+
+def combine(parts: Tensor, part_lses: Tensor, attended: Tensor, lse: Tensor) -> None:
+    """`attended` [tokens, heads, dim], `lse` [tokens, heads] of `parts` [splits, tokens, heads, dim] and theirs."""
+    splits, tokens, heads, dim = parts.shape
+    _combine[(tokens * heads,)](
+        parts, part_lses, attended, lse, tokens * heads, splits, dim, SPLITS, triton.next_power_of_2(dim), 16, num_warps=4
+    )
+
+
+def partials(splits: int, tokens: int, heads: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for what `splits` programs a row leave."""
+    shape = splits, tokens, heads
+    return torch.empty(*shape, dim, device=device), torch.empty(*shape, device=device)
+
+
+def product_dtype(q: Tensor, cache: Tensor) -> tl.dtype:
+    """What the operands of the matrix products are: the cache's rows are exact in it.
+
+    float16 for a float8_e4m3fn cache, to which devices convert faster than to bfloat16.
+    """
+    if cache.dtype == torch.float8_e4m3fn:
+        return tl.float32 if q.dtype == torch.float32 else tl.float16
+    if q.dtype != cache.dtype:
+        return tl.float32
+    return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(q.dtype, tl.float32)
+
+
+def split_count(most: int, programs: int, wanted: int) -> int:
+    """How many splits of the keys make `programs` about `wanted`, from 1 to `most`."""
+    return max(min(wanted // programs, most, SPLITS), 1)
