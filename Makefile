@@ -56,6 +56,7 @@ emulate: setup
 bench: setup
 	$(BIN)/python bench/dispatch.py
 
-# The pages under docs/reference, from the contracts; a test compares them.
+# The pages under docs/reference, from the contracts, and the benchmarks, from their results; tests compare them.
 docs: setup
 	$(BIN)/python -m tokenspeed_kernels.reference_pages docs
+	$(BIN)/python -m tokenspeed_kernels.benchmark.page docs/benchmarks.md bench/results

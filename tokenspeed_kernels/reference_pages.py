@@ -128,7 +128,7 @@ def _own_plugins() -> list[PluginStatus]:
     own = {entry.name for entry in entries if entry.dist is not None and entry.dist.name == DISTRIBUTION}
     plugins = [status for status in default_registry.plugins() if status.name in own]
     for status in plugins:
-        if status.plugin is None or (status.usable and status.reason):
+        if status.plugin is None or (status.usable and status.reason) or "failed to import" in status.reason:
             raise TokenspeedError(f"the reference cannot be written here: plugin {status.name}: {status.reason}")
     return plugins
 

@@ -151,7 +151,7 @@ def check_op_name(name: str) -> None:
 
 
 def recording(scope: Scope, contract: Contract, kernel: Kernel, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which runs the kernel, adding a `Call` to the scope's list each time it returns while that list is recorded."""
+    """`function`, which runs the kernel, adding a `Call` to the scope's list each time it returns in the scope."""
     calls = scope.calls
     function = without_data(contract) if scope.dry else function
     if calls is None:

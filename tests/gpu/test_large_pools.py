@@ -23,7 +23,7 @@ def test_mla_reads_and_writes_high_pages() -> None:
     cache[HIGH_PAGE : HIGH_PAGE + 8] = cache[:8]
     q, lengths = normal(2, 1, 16, ROW), torch.tensor([200, 256], dtype=torch.int32, device=CUDA)
     results = [
-        mla.mla_decode(q, cache, (low + first).view(2, 4), lengths, scale=192**-0.5, backend="triton")
+        mla.mla_decode(q, cache, (low + first).view(2, 4), lengths, latent=512, scale=192**-0.5, backend="triton")
         for first in (0, HIGH_PAGE)
     ]
     for a, b in zip(*results, strict=True):
@@ -81,9 +81,8 @@ def test_packed_sequences_past_2_31_elements() -> None:
     scale = width**-0.5
     whole = gdn.gdn_prefill(q, k, v, g, beta, states, slots, bounds, fresh, scale=scale, backend="triton")
     alone_state = torch.zeros(1, heads, width, width, device=CUDA)
-    last = [x[-tail:].contiguous() for x in (q, k, v, g, beta)]
-    alone = gdn.gdn_prefill(
-        *last, alone_state, slots[:1], bounds[-2:] - (tokens - tail), fresh[:1], scale=scale, backend="triton"
-    )
+    q, k, v, g, beta = (x[-tail:].contiguous() for x in (q, k, v, g, beta))
+    bounds = bounds[-2:] - (tokens - tail)
+    alone = gdn.gdn_prefill(q, k, v, g, beta, alone_state, slots[:1], bounds, fresh[:1], scale=scale, backend="triton")
     assert torch.equal(whole[-tail:], alone)
     assert torch.equal(states[1], alone_state[0])

@@ -1,4 +1,4 @@
-"""What a compiled kernel takes of a chip, read from its binary: registers, spills, shared memory, matrix instructions."""
+"""What a compiled kernel takes of a chip, read from its binary: registers, spills, shared memory, instructions."""
 
 import re
 import subprocess

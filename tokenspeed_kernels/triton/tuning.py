@@ -27,10 +27,9 @@ Config = Mapping[str, Any]
 Dims = Mapping[str, int]
 SHIPPED = Path(__file__).parent / "tables"
 
-_forced: ContextVar[Mapping[str, Config]] = ContextVar("tokenspeed_triton_forced", default={})
-_asked: ContextVar[dict[str, tuple["Tunable", dict[str, int]]] | None] = ContextVar(
-    "tokenspeed_triton_asked", default=None
-)
+_forced: ContextVar[Mapping[str, Config] | None] = ContextVar("tokenspeed_triton_forced", default=None)
+_asked: ContextVar[dict[str, tuple["Tunable", dict[str, int]]] | None]
+_asked = ContextVar("tokenspeed_triton_asked", default=None)
 
 
 class Tunable:
@@ -46,7 +45,7 @@ class Tunable:
 
     def pick(self, device: torch.device, **dims: int) -> Config:
         """The configuration for a call of these dims: static ones, and buckets of dynamic ones."""
-        if _forced.get() or _asked.get() is not None:
+        if _forced.get() is not None or _asked.get() is not None:
             return self._watched(device, dims)
         key = (device.type, device.index, *dims.values())
         chosen = self._chosen.get(key)
@@ -64,7 +63,7 @@ class Tunable:
         asked = _asked.get()
         if asked is not None:
             asked[self.name] = (self, dims)
-        return _forced.get().get(self.name) or self._choose(device, dims)
+        return (_forced.get() or {}).get(self.name) or self._choose(device, dims)
 
     def _choose(self, device: torch.device, dims: dict[str, int]) -> Config:
         platform = platform_for(device)
@@ -112,7 +111,7 @@ _KIN = {"sm_90a": ("nvidia-h200",)}
 @contextmanager
 def forced(**configs: Config) -> Iterator[None]:
     """Kernels named take these configurations in the block."""
-    token = _forced.set({**_forced.get(), **configs})
+    token = _forced.set({**(_forced.get() or {}), **configs})
     try:
         yield
     finally:
