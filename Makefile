@@ -30,10 +30,12 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not compiles"
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m "compiles and not slow" tests/triton
 
 test-all: lint
-	$(BIN)/python -m pytest -n auto -m "not gpu"
+	$(BIN)/python -m pytest -n auto -m "not gpu and not compiles"
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto -m compiles tests/triton
 
 # On a machine with an accelerator, where Triton compiles instead of interpreting.
 test-gpu: setup
