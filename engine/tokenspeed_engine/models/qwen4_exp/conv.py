@@ -10,7 +10,7 @@ from tokenspeed_kernels.conv import causal_conv_prefill, causal_conv_update
 class ShortConvolution:
     """Depthwise, followed by silu. weight: [channels, width], last tap on the current token."""
 
-    def __init__(self, weight: Tensor, dilation: int = 1) -> None:
+    def __init__(self, weight: Tensor, dilation: int) -> None:
         self.weight = weight
         self.dilation = dilation
 

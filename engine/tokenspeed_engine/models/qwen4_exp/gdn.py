@@ -8,9 +8,9 @@ from torch import Tensor
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.models.qwen4_exp.caches import Caches
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
-from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
 from tokenspeed_engine.models.qwen4_exp.step import Step
-from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_gates, gdn_prefill
+from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_prefill
+from tokenspeed_kernels.gdn_inputs import gdn_inputs_prefill, gdn_inputs_update
 from tokenspeed_kernels.linear import linear
 
 
@@ -28,7 +28,7 @@ class GatedDeltaNet:
         self.in_proj = torch.cat(parts)
         self.in_widths = [part.shape[0] for part in parts]
         self.qkv_widths = [config.linear_key_dim, config.linear_key_dim, config.linear_value_dim]
-        self.conv = ShortConvolution(weights[f"{prefix}conv1d"])
+        self.conv = weights[f"{prefix}conv1d"]
         self.a_log, self.dt_bias = weights[f"{prefix}A_log"], weights[f"{prefix}dt_bias"]
         self.norm = weights[f"{prefix}norm"]
         self.out_proj = weights[f"{prefix}out_proj"]
@@ -37,14 +37,47 @@ class GatedDeltaNet:
         """u: [T, hidden]. Returns [T, hidden]; the layer's state and history advance in place."""
         cache = caches.delta[self.layer]
         qkv, z, b, a = linear(u, self.in_proj).split_with_sizes(self.in_widths, dim=-1)
-        q, k, v = self.conv(qkv, cache.conv, step).split_with_sizes(self.qkv_widths, dim=-1)
-        g, beta = gdn_gates(a, b, self.a_log, self.dt_bias)
+        qkv, g, beta = self._inputs(qkv, a, b, cache.conv, step)
+        q, k, v = qkv.split_with_sizes(self.qkv_widths, dim=-1)
         tokens = u.shape[0]
         q, k = q.view(tokens, self.k_heads, self.d_k), k.view(tokens, self.k_heads, self.d_k)
         v, z = v.view(tokens, self.v_heads, self.d_v), z.view(tokens, self.v_heads, self.d_v)
         o = self._delta_rule(q, k, v, g, beta, cache.state, step)
         o = gated_rms_norm(o, z, self.norm, eps=self.eps, activation=self.output_gate)
         return linear(o.flatten(1), self.out_proj)
+
+    def _inputs(self, qkv: Tensor, a: Tensor, b: Tensor, history: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, channels] after the short convolution, and the gates [T, v_heads]."""
+        y = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
+        n = step.decodes
+        if n:
+            gdn_inputs_update(
+                qkv[:n, None],
+                a[:n, None],
+                b[:n, None],
+                self.conv,
+                history,
+                step.decode_slots,
+                self.a_log,
+                self.dt_bias,
+                out=(y[:n, None], g[:n, None], beta[:n, None]),
+            )
+        if step.has_prefills:
+            gdn_inputs_prefill(
+                qkv[n:],
+                a[n:],
+                b[n:],
+                self.conv,
+                history,
+                step.prefill_slots,
+                step.prefill_cu_seqlens,
+                step.prefill_fresh,
+                self.a_log,
+                self.dt_bias,
+                out=(y[n:], g[n:], beta[n:]),
+            )
+        return y, g, beta
 
     def _delta_rule(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, step: Step
