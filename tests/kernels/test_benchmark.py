@@ -1,6 +1,7 @@
 """How calls are timed: the arithmetic, the rotation of their data, fresh state, and that wrong kernels get no time."""
 
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.registry.toys import doubling
 from tokenspeed_kernels.benchmark.ceilings import measure
 from tokenspeed_kernels.benchmark.rotation import LEAST_BYTES, MOST, Rotation, copies_needed
 from tokenspeed_kernels.benchmark.rows import losses_first
-from tokenspeed_kernels.benchmark.timing import Flush, summarise, time_calls, wall_clock
+from tokenspeed_kernels.benchmark.timing import Flush, device_events, summarise, time_calls, wall_clock
 from tokenspeed_registry import Cost, Kernel, copy_into, kernel
 from tokenspeed_registry.reference import as_kernel
 
@@ -46,6 +47,32 @@ def test_the_wall_clock_times_all_calls_of_a_batch() -> None:
     batch = wall_clock([lambda: ran.append(1), lambda: ran.append(2)], clock=lambda: next(ticks))
     assert batch() == 3.0
     assert ran == [1, 2]
+
+
+def test_eager_calls_on_a_device_hold_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of them would fill its memory."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, _: object) -> float:
+            return 5.0
+
+    class Result: ...
+
+    alive = weakref.WeakSet[Result]()
+    most = []
+
+    def call() -> Result:
+        most.append(len(alive))
+        result = Result()
+        alive.add(result)
+        return result
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert device_events([call] * 5)() == 0.005
+    assert max(most) <= 1
 
 
 def test_before_runs_outside_of_every_batch() -> None:

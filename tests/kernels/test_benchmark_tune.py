@@ -1,7 +1,9 @@
 """Compile-time choices are picked by time, of configurations that are right, and kept beside what the table held."""
 
 import json
+import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,18 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.kernels.benchmark_toys import CEILINGS, CPU, cell_of, doubles
+from tokenspeed_kernels.benchmark.cells import spread
 from tokenspeed_kernels.benchmark.measure import Bench
+from tokenspeed_kernels.benchmark.prepare import _alternatives, _arrived, outlines_of
 from tokenspeed_kernels.benchmark.timing import Flush, Timed
 from tokenspeed_kernels.benchmark.tune import Choice, Tuner, ordered_configs, pick, save
 from tokenspeed_kernels.cli import app
 from tokenspeed_kernels.triton.tuning import Tunable
 from tokenspeed_registry import Kernel, copy_into, kernel
+from tokenspeed_registry.cases import case_set
+from tokenspeed_registry.compiled import on_meta
 from tokenspeed_registry.conformance import Outcome
+from tokenspeed_registry.registry import default_registry
 
 TILE = Tunable(
     "toy_tile",
@@ -143,10 +150,33 @@ def test_a_machine_without_an_accelerator_tunes_nothing() -> None:
 
 def test_compiling_ahead_covers_every_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each choice at each of its configurations, the others as they are by default."""
-    from tokenspeed_kernels.benchmark.prepare import _alternatives
-
     forced = list(_alternatives({"a": (TILE, {}), "b": (WARPS, {})}))
     assert forced == [{"a": {"TILE": size}} for size in (16, 32, 64, 128)] + [{"b": {"WARPS": n}} for n in (1, 2)]
+
+
+def test_the_first_call_of_every_op_compiles_before_the_second_of_any() -> None:
+    _, double = doubles()
+    _, other = doubles()
+    one, two = (cell_of(double, name=f"model, tokens={size}") for size in (16, 32))
+    third = replace(cell_of(other), contract=replace(other.contract, name="other"))
+    assert spread([one, two, third]) == [one, third, two]
+
+
+def test_outlines_travel_and_arrive_as_meta_tensors() -> None:
+    contract = default_registry.contract("gdn_prefill")
+    source = case_set(contract)
+    arguments = source.arguments(contract, source.case({"strided": True}))
+    sent = pickle.loads(pickle.dumps(outlines_of(contract, arguments)))
+    assert len(pickle.dumps(sent)) < 5000
+    args, kwargs = on_meta(contract, {name: _arrived(value) for name, value in sent.items()})
+    arrived = dict(zip([p.name for p in contract.parameters if not p.keyword], args, strict=True)) | dict(kwargs)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            assert arrived[name].stride() == value.stride()
+            assert (arrived[name].shape, arrived[name].dtype) == (value.shape, value.dtype)
+            assert arrived[name].device.type == ("cpu" if name in contract.host else "meta")
+        else:
+            assert arrived[name] == value
 
 
 def test_outcomes_are_said_in_a_line() -> None:

@@ -64,6 +64,16 @@ def cells_of(
     return cells, notes
 
 
+def spread(cells: Sequence[Cell]) -> list[Cell]:
+    """The first cell of every op, then the second: those of one op often compile to the same."""
+    seen: dict[str, int] = {}
+    ranks = []
+    for cell in cells:
+        seen[cell.contract.name] = seen.get(cell.contract.name, -1) + 1
+        ranks.append(seen[cell.contract.name])
+    return [cell for _, cell in sorted(zip(ranks, cells, strict=True), key=lambda pair: pair[0])]
+
+
 def _model_of(sweeps: Mapping[str, Sequence[Params]], name: str) -> str:
     """The model of a swept case's name: the longest that it begins with."""
     return max((model for model in sweeps if name.startswith(model)), key=len)

@@ -12,11 +12,11 @@ import torch
 import typer
 
 from tokenspeed_kernels.benchmark import ceilings as device_ceilings
-from tokenspeed_kernels.benchmark.cells import Cell, Shapes, cells_of
+from tokenspeed_kernels.benchmark.cells import Cell, Shapes, cells_of, spread
 from tokenspeed_kernels.benchmark.errors import DeviceLostError
 from tokenspeed_kernels.benchmark.measure import Bench
 from tokenspeed_kernels.benchmark.peers import FOLDER, Peer, find_peers
-from tokenspeed_kernels.benchmark.prepare import compile_all
+from tokenspeed_kernels.benchmark.prepare import Task, compile_all, tasks_of
 from tokenspeed_kernels.benchmark.rows import Row, check_replaceable, document, losses_first, unused, write
 from tokenspeed_kernels.benchmark.timing import LEAST_BATCHES, Flush
 from tokenspeed_kernels.choose import Backend, chosen_kernels
@@ -186,13 +186,16 @@ def compile_cells(cells: Sequence[Cell], run: Bench, backend: str | None, jobs: 
     """Ahead of timing, in `jobs` processes; with one, each kernel compiles when it is timed. What went wrong."""
     if jobs == 1 or run.device.type == "cpu":
         return []
-    calls = [
-        (kernel.name, cell.case)
-        for cell in cells
-        for kernel in run.kernels(cell.contract.name, backend)
-        if kernel.compiler == "triton"
-    ]
-    wrong = compile_all(calls, run.platform, tunes, jobs)
+
+    def tasks() -> Iterator[Task]:
+        for cell in spread(cells):
+            kernels = [each for each in run.kernels(cell.contract.name, backend) if each.compiler == "triton"]
+            outlines = run.outlines(cell) if kernels else None
+            for kernel in kernels if outlines is not None else []:
+                yield from tasks_of(kernel, outlines or {}, run.platform, tunes)
+
+    with _bar("compiling", None) as advance:
+        wrong = compile_all(tasks(), jobs, lambda: advance(""))
     return [wrong] if wrong else []
 
 
@@ -219,7 +222,7 @@ def counted(seconds: dict[str, float], what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[str], None]]:
+def _bar(title: str, total: int | None) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda text: None
         return

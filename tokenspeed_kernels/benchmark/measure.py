@@ -12,6 +12,7 @@ from tokenspeed_kernels.benchmark.check import check_timed, complaint, oracle_of
 from tokenspeed_kernels.benchmark.errors import line_of, survive
 from tokenspeed_kernels.benchmark.peer_times import peer_times
 from tokenspeed_kernels.benchmark.peers import Peer
+from tokenspeed_kernels.benchmark.prepare import outlines_of
 from tokenspeed_kernels.benchmark.rotation import Rotation, copies_needed, footprint
 from tokenspeed_kernels.benchmark.rows import Row
 from tokenspeed_kernels.benchmark.timing import BATCHES, Flush, Timed, cache_bytes, time_calls
@@ -74,6 +75,14 @@ class Bench:
         return [
             replace(row, peers=times, notes=(*row.notes, *notes)) if row.kernel in on_device else row for row in rows
         ]
+
+    def outlines(self, cell: Cell) -> dict[str, Any] | None:
+        """The outlines of a cell's arguments, for compiling ahead; None where there is no memory for them."""
+        try:
+            return outlines_of(cell.contract, cell.source.arguments(cell.contract, cell.case, self.device))
+        except Exception as error:  # timing says so
+            survive(self.device, error)
+            return None
 
     def prepare(
         self, cell: Cell, arguments: Mapping[str, Any], signature: Signature, on_host: Iterable[str] = ()

@@ -1,68 +1,96 @@
-"""Compiles ahead, in parallel and without the device, what calls will launch: timing then finds it in Triton's cache.
+"""Compiles ahead, in parallel, what calls will launch: timing then finds it in Triton's cache.
 
-Each worker runs launchers on meta tensors with a driver that compiles for the device's platform and launches nothing
-(`triton.offline`). What fails here is compiled, or fails, where it is timed.
+The process that times makes each call's arguments on the device and hands on their outlines. Workers need neither the
+device nor the memory: they run launchers on meta tensors with a driver that compiles for the device's platform and
+launches nothing (`triton.offline`). What fails there is compiled, or fails, where it is timed.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from tokenspeed_kernels.parallel import each
-from tokenspeed_registry import Kernel, Platform
-from tokenspeed_registry.cases import Case, case_set
+from tokenspeed_registry import Contract, Kernel, Platform
 from tokenspeed_registry.compiled import KernelCall, on_meta
 from tokenspeed_registry.registry import default_registry
+from tokenspeed_registry.scope import Outline
 
 PARTS = 4
-"""Processes that share the configurations of one kernel and case."""
+"""Processes that share the configurations of one kernel and call."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One kernel at one case. `part`: also every `PARTS`-th of the configurations that it could be given."""
+    """One kernel, by name, and the outlines of a call's arguments.
+
+    `part`: also every `PARTS`-th of the configurations that it could be given.
+    """
 
     kernel: str
-    case: Case
+    arguments: Mapping[str, Any]
     platform: Platform
     part: int | None = None
 
 
-def compile_all(calls: Sequence[tuple[str, Case]], platform: Platform, tunes: bool, jobs: int) -> str | None:
-    """Compiles for calls, given as a kernel's name and a case, in `jobs` processes; what went wrong, if anything.
-
-    `tunes`: with every configuration.
-    """
-    parts = range(PARTS) if tunes else [None]
-    tasks = [Task(kernel, case, platform, part) for kernel, case in _spread(calls) for part in parts]
+def compile_all(tasks: Iterable[Task], jobs: int, done: Callable[[], None] = lambda: None) -> str | None:
+    """Runs tasks as they come in `jobs` processes; what went wrong, if anything. `done` is called after each."""
+    context = multiprocessing.get_context("spawn")  # forked processes cannot use CUDA
     try:
-        each(compile_task, tasks, "compile", jobs)
+        with ProcessPoolExecutor(jobs, context) as pool:
+            running: list[Future[int]] = [pool.submit(compile_task, task) for task in tasks]
+            for each in as_completed(running):
+                each.result()
+                done()
     except BrokenProcessPool:
         return "a process that compiled ahead died; the rest compiled when it was timed"
     return None
 
 
+def tasks_of(kernel: Kernel, outlines: Mapping[str, Any], platform: Platform, tunes: bool) -> list[Task]:
+    """The tasks of one call; `tunes`: with every configuration."""
+    return [Task(kernel.name, outlines, platform, part) for part in (range(PARTS) if tunes else [None])]
+
+
+def outlines_of(contract: Contract, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as they travel to other processes: outlines of tensors; host tensors, which launchers read, whole."""
+
+    def travelling(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if name in contract.host:
+            return value.numpy()
+        return Outline(value.shape, value.stride(), value.dtype, value.is_cpu)
+
+    return {name: travelling(name, value) for name, value in arguments.items()}
+
+
 def compile_task(task: Task) -> int:
     """How many launches were compiled, or found compiled."""
+    import tokenspeed_kernels  # noqa: F401  declares the ops
     from tokenspeed_kernels.triton import tuning
 
     torch.set_num_threads(1)
     (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == task.kernel)
-    contract = default_registry.contract(kernel.op)
-    try:
-        call = on_meta(contract, case_set(contract).blank(contract, task.case))
-    except Exception:  # the case itself is wrong; timing says so
-        return 0
+    call = on_meta(default_registry.contract(kernel.op), {name: _arrived(v) for name, v in task.arguments.items()})
     with tuning.asked() as asked:
         compiled = _launch(kernel, call, task.platform, {})
     if task.part is None:
         return compiled
     forced = itertools.islice(_alternatives(asked), task.part, None, PARTS)
     return compiled + sum(_launch(kernel, call, task.platform, configs) for configs in forced)
+
+
+def _arrived(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    return value.like("meta") if isinstance(value, Outline) else value
 
 
 def _launch(kernel: Kernel, call: KernelCall, platform: Platform, forced: Mapping[str, Any]) -> int:
@@ -83,13 +111,3 @@ def _alternatives(asked: Mapping[str, tuple[Any, Mapping[str, int]]]) -> Iterato
     for name, (tunable, dims) in asked.items():
         for config in tunable.space(dims):
             yield {name: config}
-
-
-def _spread(calls: Sequence[tuple[str, Case]]) -> list[tuple[str, Case]]:
-    """The first call of every kernel, then the second: those of one kernel often compile to the same."""
-    seen: dict[str, int] = {}
-    ranked = []
-    for kernel, case in calls:
-        seen[kernel] = seen.get(kernel, -1) + 1
-        ranked.append((seen[kernel], (kernel, case)))
-    return [call for _, call in sorted(ranked, key=lambda item: item[0])]

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-CONFIGS = ((2, 4096), (4, 4096), (8, 2048), (8, 4096), (2, 16384), (1 << 20, 4096))
+CONFIGS = ((2, 4096), (4, 4096), (8, 2048), (8, 4096), (2, 16384), (1 << 20, 1024), (1 << 20, 4096), (1 << 20, 16384))
 """Programs a compute unit, and elements that each loads at once: the fastest is what a device can do."""
 
 

@@ -87,11 +87,12 @@ kv_cache_write = CaseSet(
         "qwen4_exp prefill, fp8 cache": _QWEN
         | {"tokens": 8192, "pages": 1024, "strided": True, "cache_dtype": FP8, "scales": (0.05, 0.1)},
     },
+    sweeps={"qwen4_exp prefill": [{"tokens": tokens} for tokens in (1, 32, 8192)]},
 )
 
 
 def _paged_attention(p: Params, make: Make) -> dict[str, Any]:
-    new = p["new"]
+    new = p["new"] * p.get("batch", 1)  # of a sweep, so often the same
     lengths = [count + make.random.randint(0, p["before"]) for count in new]
     if p["short"] and lengths:
         # A padding sequence has no tokens cached, and one may hold fewer than it asks for.
@@ -169,5 +170,11 @@ paged_attention = CaseSet(
         | {"new": (1,) * 32, "before": 4096, "cache_dtype": FP8, "scales": (0.05, 0.1)},
         "qwen4_exp verify": _QWEN_HEADS | {"new": (4,) * 16, "before": 4096},
         "qwen4_exp prefill": _QWEN_HEADS | {"new": (4096,), "before": 4096},
+    },
+    sweeps={
+        "qwen4_exp decode": [{"new": (1,), "batch": batch, "before": 8192} for batch in (1, 8, 32, 128)],
+        "qwen4_exp decode, fp8 cache": [{"before": 8192}],
+        "qwen4_exp verify": [{"new": (4,), "batch": batch, "before": 8192} for batch in (1, 32)],
+        "qwen4_exp prefill": [{"new": (new,), "before": 0} for new in (1024, 8192)],
     },
 )

@@ -142,6 +142,11 @@ sample = CaseSet(
         f"{model} decode": {"batch": 32, "vocab": vocab, "temperature": [0.7], "top_k": [20], "top_p": [0.95]}
         for model, vocab in _MODEL_VOCABULARIES.items()
     },
+    sweeps={
+        "qwen4_exp decode": [
+            {"batch": batch, "top_k": [top_k]} for batch, top_k in ((1, 20), (32, 20), (128, 20), (1, 0), (32, 0))
+        ]
+    },
     compare=_distance,
 )
 
@@ -154,5 +159,6 @@ logprobs = CaseSet(
     models={
         f"{model} decode": {"batch": 32, "vocab": vocab, "top": 20} for model, vocab in _MODEL_VOCABULARIES.items()
     },
+    sweeps={"qwen4_exp decode": [{"batch": batch} for batch in (1, 32, 128)]},
     compare=_logprobs_error,
 )

@@ -33,6 +33,21 @@ SEQUENCES: list[tuple[tuple[int, int], ...]] = [
 DECODE = tuple((length, 1) for length in range(4096, 8192, 128))
 VERIFY = tuple((length, 4) for length in range(4096, 8192, 128))
 PREFILL = ((8192, 2048),)
+SWEEPS: dict[str, list[Params]] = {
+    "qwen4_exp decode": [
+        {"sequences": ((length, 1),), "batch": batch}
+        for length, batch in ((8192, 1), (8192, 32), (8192, 128), (131_072, 1), (131_072, 8))
+    ],
+    "qwen4_exp verify": [{"sequences": ((8192, 4),), "batch": batch} for batch in (1, 32)],
+    "qwen4_exp prefill": [{"sequences": ((length, 2048),)} for length in (8192, 65_536)],
+}
+
+
+def _sequences(p: Params) -> tuple[tuple[int, int], ...]:
+    """Of a sweep, `batch` times the same."""
+    sequences: tuple[tuple[int, int], ...] = p["sequences"]
+    batch: int = p.get("batch", 1)
+    return sequences * batch
 
 
 def _packing(sequences: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], dict[str, Tensor]]:
@@ -51,7 +66,7 @@ def _punch(make: Make, table: Tensor) -> None:
 
 
 def _index_cache_write(p: Params, make: Make) -> dict[str, Any]:
-    ratio, blocks, dim, dtype, sequences = p["ratio"], p["blocks"], p["dim"], p["dtype"], p["sequences"]
+    ratio, blocks, dim, dtype, sequences = p["ratio"], p["blocks"], p["dim"], p["dtype"], _sequences(p)
     lengths, new, packing = _packing(sequences)
     ring_rows, pool = ratio + p["spare_rows"], len(sequences) + 2
     slots = distinct_slots(make, len(sequences), pool, padding=min(p["padding"], len(sequences)))
@@ -113,11 +128,12 @@ index_cache_write = CaseSet(
         "qwen4_exp verify": {"sequences": VERIFY, **_QWEN4_INDEXER},
         "qwen4_exp prefill": {"sequences": PREFILL, **_QWEN4_INDEXER},
     },
+    sweeps=SWEEPS,
 )
 
 
 def index_queries(p: Params, make: Make) -> dict[str, Any]:
-    ratio, blocks, dim, dtype, sequences = p["ratio"], p["blocks"], p["dim"], p["dtype"], p["sequences"]
+    ratio, blocks, dim, dtype, sequences = p["ratio"], p["blocks"], p["dim"], p["dtype"], _sequences(p)
     lengths, new, packing = _packing(sequences)
     table, pages = page_table(make, lengths, blocks * ratio)
     complete = [length // ratio for length in lengths]
@@ -158,6 +174,7 @@ index_scores = CaseSet(
         "qwen4_exp verify": {"sequences": VERIFY, **QWEN4_SCORES},
         "qwen4_exp prefill": {"sequences": PREFILL, **QWEN4_SCORES},
     },
+    sweeps=SWEEPS,
 )
 
 
@@ -211,12 +228,16 @@ topk_blocks = CaseSet(
         "qwen4_exp prefill": {"tokens": 2048, "max_blocks": 2048, "top_k": 512},
     },
     compare=_topk_error,
+    sweeps={
+        "qwen4_exp decode": [{"max_blocks": 2048}, {"max_blocks": 65_536}],
+        "qwen4_exp prefill": [{"max_blocks": 2048}, {"max_blocks": 16_384}],
+    },
 )
 
 
 def _choose(p: Params, make: Make) -> Tensor:
     """Blocks of every token: distinct, some of them −1, anywhere; `wild` adds blocks that it does not see yet."""
-    positions, top_k = _positions(p["sequences"]), p["top_k"]
+    positions, top_k = _positions(_sequences(p)), p["top_k"]
     blocks = torch.full((len(positions), top_k), -1, dtype=torch.int32)
     for row, position in zip(blocks, positions, strict=True):
         complete = max(position + 1, 0) // p["ratio"]
@@ -229,7 +250,7 @@ def _choose(p: Params, make: Make) -> Tensor:
 
 
 def _sparse_attention(p: Params, make: Make) -> dict[str, Any]:
-    ratio, dim, dtype, sequences = p["ratio"], p["dim"], p["dtype"], p["sequences"]
+    ratio, dim, dtype, sequences = p["ratio"], p["dim"], p["dtype"], _sequences(p)
     (heads, kv_heads), page = p["heads"], ratio * p["blocks"]
     lengths, new, packing = _packing(sequences)
     table, pages = page_table(make, lengths, page)
@@ -314,4 +335,5 @@ sparse_attention = CaseSet(
         "qwen4_exp verify": {"sequences": VERIFY, **_QWEN4_ATTENTION},
         "qwen4_exp prefill": {"sequences": PREFILL, **_QWEN4_ATTENTION},
     },
+    sweeps=SWEEPS,
 )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernels.cases.sparse import DECODE, PREFILL, QWEN4_SCORES, VERIFY, index_queries, index_scores
+from tokenspeed_kernels.cases.sparse import DECODE, PREFILL, QWEN4_SCORES, SWEEPS, VERIFY, index_queries, index_scores
 from tokenspeed_kernels.sparse import index_scores as index_scores_op
 from tokenspeed_registry.cases import CaseSet, Make, Params
 
@@ -61,5 +61,6 @@ select_blocks = CaseSet(
         f"qwen4_exp {phase}": {"sequences": sequences, **QWEN4_SCORES, "top_k": 512}
         for phase, sequences in {"decode": DECODE, "verify": VERIFY, "prefill": PREFILL}.items()
     },
+    sweeps=SWEEPS,
     compare=_choice_error,
 )

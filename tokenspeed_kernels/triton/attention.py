@@ -252,10 +252,10 @@ def _space(dims: Dims) -> Iterable[Config]:
     if dims["bytes"] == 4:
         return [_config(dims["rows"], 32, 4, 2, 4)]
     if dims["rows"] > 64:
-        tiles = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2))
-        return [_config(*tile, 2) for tile in tiles]
-    tiles = ((64, 2), (64, 3), (32, 3), (32, 4))
-    return [_config(dims["rows"], bn, 4, stages, waves) for bn, stages in tiles for waves in (2, 4, 8)]
+        large = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2))
+        return [_config(*tile, 2) for tile in large]
+    small = ((64, 2), (64, 3), (32, 3), (32, 4))
+    return [_config(dims["rows"], bn, 4, stages, waves) for bn, stages in small for waves in (2, 4, 8)]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:

@@ -57,7 +57,7 @@ def operand(q, DOT: tl.constexpr):
     A float16 product of bfloat16 queries is exact if a power of two brings each row below 2.
     """
     factor = tl.full([q.shape[0], 1], 1.0, tl.float32)
-    if DOT == tl.float16 and q.dtype != tl.float16:
+    if q.dtype != DOT and tl.float16 == DOT:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
         exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
         factor = exponent.to(tl.float32, bitcast=True)[:, None]
@@ -102,9 +102,9 @@ def _combine(
 def combine(parts: Tensor, part_lses: Tensor, attended: Tensor, lse: Tensor) -> None:
     """`attended` [tokens, heads, dim], `lse` [tokens, heads] of `parts` [splits, tokens, heads, dim] and theirs."""
     splits, tokens, heads, dim = parts.shape
-    _combine[(tokens * heads,)](
-        parts, part_lses, attended, lse, tokens * heads, splits, dim, SPLITS, triton.next_power_of_2(dim), 16, num_warps=4
-    )
+    rows = tokens * heads
+    block = triton.next_power_of_2(dim)
+    _combine[(rows,)](parts, part_lses, attended, lse, rows, splits, dim, SPLITS, block, 16, num_warps=4)
 
 
 def partials(splits: int, tokens: int, heads: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 
 Activation = Literal["none", "silu"]
-CHANNELS_OF_UPDATE = 256
+CHANNELS_OF_UPDATE = 128
 """Channels of a program that advances histories."""
 
 

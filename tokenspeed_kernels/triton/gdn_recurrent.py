@@ -38,16 +38,27 @@ def load_key(p_k, DIM: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def load_token(p_q, p_k, p_v, p_g, p_beta, inside, DK: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """A token of one head, of the values those of a tile's rows."""
+    q = load_key(p_q, DK, CHUNKS, CHUNK)
+    k = load_key(p_k, DK, CHUNKS, CHUNK)
+    v = tl.load(p_v, mask=inside, other=0.0)
+    return q, k, v, tl.load(p_g), tl.load(p_beta)
+
+
+@triton.jit
 def wide_key(k, CHUNKS: tl.constexpr, NORMALISE: tl.constexpr):
-    """A query or key in float32, of unit length if asked for."""
+    """A query or key in float32, and what makes it of unit length if that is asked for, else 1."""
     wide = tl.tuple(())
-    squares = k[0].to(tl.float32) * k[0].to(tl.float32)
-    for c in tl.static_range(1, CHUNKS):
-        squares += k[c].to(tl.float32) * k[c].to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(squares, 0) + NORM_EPS)
     for c in tl.static_range(CHUNKS):
-        wide += (k[c].to(tl.float32) * inverse if NORMALISE else k[c].to(tl.float32),)
-    return wide
+        wide += (k[c].to(tl.float32),)
+    factor = 1.0
+    if NORMALISE:
+        squares = wide[0] * wide[0]
+        for c in tl.static_range(1, CHUNKS):
+            squares += wide[c] * wide[c]
+        factor = tl.rsqrt(tl.sum(squares, 0) + NORM_EPS)
+    return wide, factor
 
 
 @triton.jit
@@ -81,17 +92,22 @@ def along_rows(state, k, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def advance(state, k, v, g, beta, CHUNKS: tl.constexpr):
-    """The tile after one token."""
+def advance(state, k, v, g, beta, CHUNKS: tl.constexpr, NORMALISE: tl.constexpr):
+    """The tile after one token. Only products with the key are normalised: rows are fewer than elements."""
+    k, factor = wide_key(k, CHUNKS, NORMALISE)
     decay = tl.exp(g)
-    decayed = tl.tuple(())
-    for c in tl.static_range(CHUNKS):
-        decayed += (state[c] * decay,)
-    delta = beta * (v.to(tl.float32) - along_rows(decayed, k, CHUNKS))
+    delta = beta * (v.to(tl.float32) - along_rows(state, k, CHUNKS) * (decay * factor)) * factor
     new = tl.tuple(())
     for c in tl.static_range(CHUNKS):
-        new += (decayed[c] + delta[:, None] * k[c][None, :],)
+        new += (state[c] * decay + delta[:, None] * k[c][None, :],)
     return new
+
+
+@triton.jit
+def ask(state, q, scale, CHUNKS: tl.constexpr, NORMALISE: tl.constexpr):
+    """What a query reads from a tile: [ROWS]."""
+    q, factor = wide_key(q, CHUNKS, NORMALISE)
+    return along_rows(state, q, CHUNKS) * (factor * scale)
 
 
 @triton.jit(do_not_specialize_on_alignment=["initial_ptr", "slots_ptr"])
@@ -124,6 +140,7 @@ def recurrent_steps(
     CHUNK: tl.constexpr,
     NORMALISE: tl.constexpr,
     ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,  # tokens asked for before they are worked on
 ):
     TILES: tl.constexpr = (DV + ROWS - 1) // ROWS
     i_program = tl.program_id(0)
@@ -137,30 +154,30 @@ def recurrent_steps(
     p_k = k_ptr + i_batch * k_batch + i_head // GROUP * k_head
     p_v = v_ptr + i_batch * v_batch + i_head * v_head + o_v
     i_gate = i_batch * (Q_LEN * V_HEADS) + i_head
-    next_k = load_key(p_k, DK, CHUNKS, CHUNK)
-    next_v = tl.load(p_v, mask=inside, other=0.0)
-    next_g = tl.load(g_ptr + i_gate)
-    next_beta = tl.load(beta_ptr + i_gate)
-    next_q = load_key(p_q, DK, CHUNKS, CHUNK)
+    p_g, p_beta = g_ptr + i_gate, beta_ptr + i_gate
+    first_tokens = tl.tuple(())
+    for i in tl.static_range(min(AHEAD, Q_LEN)):
+        p_keys = p_q + i * q_token, p_k + i * k_token
+        p_gates = p_g + i * V_HEADS, p_beta + i * V_HEADS
+        first_tokens += (load_token(*p_keys, p_v + i * v_token, *p_gates, inside, DK, CHUNKS, CHUNK),)
     p_o = o_ptr + i_gate * DV + o_v
     if initial >= 0:
         o_state = (i_head * DV + o_v) * DK
         p_state = state_ptr + initial.to(tl.int64) * (V_HEADS * DV * DK) + o_state
         state = load_tile(p_state, inside, DK, CHUNKS, CHUNK)
+        tokens = first_tokens
         for i in tl.static_range(Q_LEN):
-            q, k, v, g, beta = next_q, next_k, next_v, next_g, next_beta
             slot = tl.load(slots_ptr + i_batch * Q_LEN + i)
-            if i + 1 < Q_LEN:
-                next_k = load_key(p_k + (i + 1) * k_token, DK, CHUNKS, CHUNK)
-                next_v = tl.load(p_v + (i + 1) * v_token, mask=inside, other=0.0)
-                next_g = tl.load(g_ptr + i_gate + (i + 1) * V_HEADS)
-                next_beta = tl.load(beta_ptr + i_gate + (i + 1) * V_HEADS)
-                next_q = load_key(p_q + (i + 1) * q_token, DK, CHUNKS, CHUNK)
-            state = advance(state, wide_key(k, CHUNKS, NORMALISE), v, g, beta, CHUNKS)
+            if i + AHEAD < Q_LEN:
+                p_keys = p_q + (i + AHEAD) * q_token, p_k + (i + AHEAD) * k_token
+                p_gates = p_g + (i + AHEAD) * V_HEADS, p_beta + (i + AHEAD) * V_HEADS
+                tokens += (load_token(*p_keys, p_v + (i + AHEAD) * v_token, *p_gates, inside, DK, CHUNKS, CHUNK),)
+            q, k, v, g, beta = tokens[i]
+            state = advance(state, k, v, g, beta, CHUNKS, NORMALISE)
             if slot >= 0:
                 p_state = state_ptr + slot.to(tl.int64) * (V_HEADS * DV * DK) + o_state
                 store_tile(p_state, state, inside, DK, CHUNKS, CHUNK)
-            o = along_rows(state, wide_key(q, CHUNKS, NORMALISE), CHUNKS) * scale
+            o = ask(state, q, scale, CHUNKS, NORMALISE)
             tl.store(p_o + i * (V_HEADS * DV), o.to(o_ptr.dtype.element_ty), mask=inside)
     else:
         for i in tl.static_range(Q_LEN):
@@ -242,6 +259,7 @@ def gdn_decode(
         d_v,
         *chunks_of(d_k, state),
         normalise,
+        AHEAD=1,
         **config,
     )
     return out

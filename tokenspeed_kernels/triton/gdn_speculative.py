@@ -14,21 +14,35 @@ from tokenspeed_kernels import gdn_speculative
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.gdn_recurrent import (
     advance,
-    along_rows,
+    ask,
     chunks_of,
     default_tile,
     few_batches,
     load_key,
     load_tile,
+    load_token,
     recurrent_steps,
     store_tile,
     tile_space,
-    wide_key,
 )
-from tokenspeed_kernels.triton.tuning import Tunable
+from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
+from tokenspeed_registry.platform import Platform
 
-VERIFY = Tunable("gdn_verify", tile_space, default_tile)
-REPLAY = Tunable("gdn_verify_replay", tile_space, default_tile)
+_FEW = 4
+"""Batches up to this leave registers to spare, with which to wait once for all tokens."""
+
+
+def _space(dims: Dims) -> list[Config]:
+    ahead = [1, dims["q_len"]] if dims["q_len"] > 1 and dims["batch"] <= _FEW else [1]
+    return [{**tile, "AHEAD": tokens} for tile in tile_space(dims) for tokens in ahead]
+
+
+def _default(platform: Platform, dims: Dims) -> Config:
+    return {**default_tile(platform, dims), "AHEAD": min(dims["q_len"], 4) if dims["batch"] <= _FEW else 1}
+
+
+VERIFY = Tunable("gdn_verify", _space, _default)
+REPLAY = Tunable("gdn_verify_replay", _space, _default)
 FOLD = Tunable("gdn_fold", tile_space, default_tile)
 
 
@@ -108,7 +122,7 @@ def _replay(
         next_v = tl.load(p_v + i_next * (V_HEADS * DV), mask=inside, other=0.0)
         next_g = tl.load(p_g + i_next * V_HEADS)
         next_beta = tl.load(p_beta + i_next * V_HEADS)
-        state = advance(state, wide_key(k, CHUNKS, NORMALISE), v, g, beta, CHUNKS)
+        state = advance(state, k, v, g, beta, CHUNKS, NORMALISE)
     return state
 
 
@@ -147,6 +161,7 @@ def _verify_replay(
     CHUNK: tl.constexpr,
     NORMALISE: tl.constexpr,
     ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,  # tokens asked for before they are worked on
 ):
     TILES: tl.constexpr = (DV + ROWS - 1) // ROWS
     K_HEADS: tl.constexpr = V_HEADS // GROUP
@@ -164,6 +179,13 @@ def _verify_replay(
     p_v = v_ptr + i_batch * v_batch + i_head * v_head + o_v
     i_gate = i_batch * (Q_LEN * V_HEADS) + i_head
     p_o = o_ptr + i_gate * DV + o_v
+    # All that needs no slot is asked for before the slot has come.
+    p_g, p_beta = g_ptr + i_gate, beta_ptr + i_gate
+    first_tokens = tl.tuple(())
+    for i in tl.static_range(min(AHEAD, Q_LEN)):
+        p_keys = p_q + i * q_token, p_k + i * k_token
+        p_gates = p_g + i * V_HEADS, p_beta + i * V_HEADS
+        first_tokens += (load_token(*p_keys, p_v + i * v_token, *p_gates, inside, DK, CHUNKS, CHUNK),)
     if slot >= 0:
         p_state = state_ptr + slot * (V_HEADS * DV * DK) + (i_head * DV + o_v) * DK
         state = load_tile(p_state, inside, DK, CHUNKS, CHUNK)
@@ -192,12 +214,13 @@ def _verify_replay(
             store_tile(p_state, state, inside, DK, CHUNKS, CHUNK)
             first = 0
             tl.debug_barrier()  # the tile's values go to rows that its warps have just replayed
+        tokens = first_tokens
         for i in tl.static_range(Q_LEN):
-            k = load_key(p_k + i * k_token, DK, CHUNKS, CHUNK)
-            q = load_key(p_q + i * q_token, DK, CHUNKS, CHUNK)
-            v = tl.load(p_v + i * v_token, mask=inside, other=0.0)
-            g = tl.load(g_ptr + i_gate + i * V_HEADS)
-            beta = tl.load(beta_ptr + i_gate + i * V_HEADS)
+            if i + AHEAD < Q_LEN:
+                p_keys = p_q + (i + AHEAD) * q_token, p_k + (i + AHEAD) * k_token
+                p_gates = p_g + (i + AHEAD) * V_HEADS, p_beta + (i + AHEAD) * V_HEADS
+                tokens += (load_token(*p_keys, p_v + (i + AHEAD) * v_token, *p_gates, inside, DK, CHUNKS, CHUNK),)
+            q, k, v, g, beta = tokens[i]
             tl.store(p_kept_v + (first + i) * (V_HEADS * DV), v, mask=inside)
             if (count + Q_LEN <= CAPACITY) & (i_tile == 0):
                 if i_head % GROUP == 0:
@@ -206,8 +229,8 @@ def _verify_replay(
                         tl.store(p_kept_k + (first + i) * (K_HEADS * DK) + o_k, k[c], mask=o_k < DK)
                 tl.store(p_kept_g + (first + i) * V_HEADS, g)
                 tl.store(p_kept_beta + (first + i) * V_HEADS, beta)
-            state = advance(state, wide_key(k, CHUNKS, NORMALISE), v, g, beta, CHUNKS)
-            o = along_rows(state, wide_key(q, CHUNKS, NORMALISE), CHUNKS) * scale
+            state = advance(state, k, v, g, beta, CHUNKS, NORMALISE)
+            o = ask(state, q, scale, CHUNKS, NORMALISE)
             tl.store(p_o + i * (V_HEADS * DV), o.to(o_ptr.dtype.element_ty), mask=inside)
     else:
         for i in tl.static_range(Q_LEN):

@@ -1,8 +1,7 @@
 """MLA decode: attention over the paged latent cache in the absorbed form, split over the keys.
 
 A program takes one tile of query rows (heads x new tokens of one sequence) and one run of the sequence's keys. Every
-tile of keys is read once, and serves as keys and as values. Where rows are few, products are laid with the keys, then
-the latent, on the long side of the matrix units (`KEYS_FIRST`): Sᵀ = K·Qᵀ and Oᵀ = Vᵀ·Pᵀ waste nothing on padding.
+tile of keys is read once, and serves as keys and as values: latents are both, rotated keys only the former.
 
 How many runs there are follows from shapes alone; a sequence is cut into runs of equal size by its own length, and
 those that have no keys exit at once. A second kernel adds the runs in their order. With one run there is none.
@@ -34,7 +33,7 @@ def _run_size(length, splits, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _step(
-    b_o,  # [BR, BL], KEYS_FIRST: [BL, BR]
+    b_o,  # [BR, BL]
     b_max,  # [BR]
     b_sum,  # [BR]
     b_q,  # [BR, BL]
@@ -45,40 +44,33 @@ def _step(
     i_key,
     b_visible,  # [BR]
     all_visible,
+    last_visible,
     ROPE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
 ):
     """Adds the keys from `i_key` on to the running softmax: of each row those before its `b_visible`. Before
-    `all_visible` no row has a hidden one."""
-    AXIS: tl.constexpr = 0 if KEYS_FIRST else 1
-    # The matrix units' layout of a product that feeds another gives all warps the same keys. So the two parts are
-    # scaled before they are added, and masks, which few tiles need, stand in a branch.
-    if KEYS_FIRST:
-        b_s = tl.dot(b_kv, tl.trans(b_q), input_precision="ieee") * log2_scale  # [BN, BR]
-        if ROPE > 0:
-            b_s += tl.dot(b_kp, tl.trans(b_qp), input_precision="ieee") * log2_scale
-    else:
-        b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee") * log2_scale  # [BR, BN]
-        if ROPE > 0:
-            b_s += tl.dot(b_qp, tl.trans(b_kp), input_precision="ieee") * log2_scale
+    `all_visible` no row has a hidden one, from `last_visible` on every row has."""
+    # Asynchronous matrix units lay out a product that feeds another so that all warps compute the same scores. So the
+    # two parts are scaled before they are added, and masks, which few tiles need, stand in a branch.
+    b_s = tl.dot(b_q, tl.trans(b_kv), input_precision="ieee") * log2_scale  # [BR, BN]
+    if ROPE > 0:
+        b_s += tl.dot(b_qp, tl.trans(b_kp), input_precision="ieee") * log2_scale
     if i_key + BLOCK_N > all_visible:
         o_key = i_key + tl.arange(0, BLOCK_N)
-        seen = tl.expand_dims(o_key, 1 - AXIS) < tl.expand_dims(b_visible, AXIS)
-        b_s = tl.where(seen, b_s, float("-inf"))
-    b_top = tl.maximum(b_max, tl.max(b_s, AXIS))
-    # A row that has seen no key yet: its weights are exp2(-inf - 0).
-    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_decay = tl.exp2(b_max - b_base)
-    b_w = tl.exp2(b_s - tl.expand_dims(b_base, AXIS))
-    b_sum = b_sum * b_decay + tl.sum(b_w, AXIS)
-    b_w = b_w.to(b_kv.dtype)
-    b_o = b_o * tl.expand_dims(b_decay, AXIS)
-    if KEYS_FIRST:
-        b_o = tl.dot(tl.trans(b_kv), b_w, b_o, input_precision="ieee")
-    else:
-        b_o = tl.dot(b_w, b_kv, b_o, input_precision="ieee")
-    return b_o, b_top, b_sum
+        b_s = tl.where(o_key[None, :] < b_visible[:, None], b_s, float("-inf"))
+    # Always so, but a branch is placed after the loads of the next keys, which then have until its end to arrive.
+    live = i_key < last_visible if BLOCK_R >= 64 else True
+    if live:
+        b_top = tl.maximum(b_max, tl.max(b_s, 1))
+        # A row that has seen no key yet: its weights are exp2(-inf - 0).
+        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_decay = tl.exp2(b_max - b_base)
+        b_w = tl.exp2(b_s - b_base[:, None])
+        b_sum = b_sum * b_decay + tl.sum(b_w, 1)
+        b_max = b_top
+        b_o = tl.dot(b_w.to(b_kv.dtype), b_kv, b_o * b_decay[:, None], input_precision="ieee")
+    return b_o, b_max, b_sum
 
 
 @triton.jit(do_not_specialize=["splits", "max_pages"])
@@ -108,12 +100,9 @@ def _attend(
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
     ROWS: tl.constexpr = HEADS * Q_LEN
     GROUPS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
@@ -146,10 +135,11 @@ def _attend(
 
     b_max = tl.full([BLOCK_R], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_R], tl.float32)
-    b_o = tl.zeros([BLOCK_L, BLOCK_R] if KEYS_FIRST else [BLOCK_R, BLOCK_L], tl.float32)
+    b_o = tl.zeros([BLOCK_R, BLOCK_L], tl.float32)
 
     p_table = table_ptr + i_batch * max_pages
     all_visible = length - Q_LEN + 1
+    last_visible = all_visible + tl.minimum(i_group * BLOCK_R + BLOCK_R - 1, ROWS - 1) // HEADS
     followed = start
     if DESCRIPTORS:  # whole tiles: rows past the end may hold NaN, which no weight of zero would hide
         followed = start + tl.maximum(end - start, 0) // BLOCK_N * BLOCK_N
@@ -161,8 +151,8 @@ def _attend(
             b_kv = latent_ptr.load([i_row, 0]).to(COMPUTE)  # [BN, BL]
             b_kp = rope_ptr.load([i_row, LATENT]).to(COMPUTE)  # [BN, BP]
             b_o, b_max, b_sum = _step(
-                b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible,
-                QK - LATENT, BLOCK_N, KEYS_FIRST,
+                b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible, last_visible,
+                QK - LATENT, BLOCK_R, BLOCK_N,
             )  # fmt: skip
     if ONE_PAGE:
         b_page = tl.load(p_table + followed // PAGE, mask=followed < end, other=0)
@@ -187,13 +177,15 @@ def _attend(
         elif QK > LATENT:
             b_kp = tl.load(p_kv + o_p[None, :], mask=live & (o_p < QK)[None, :], other=0.0).to(COMPUTE)
         b_o, b_max, b_sum = _step(
-            b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible,
-            QK - LATENT, BLOCK_N, KEYS_FIRST,
+            b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible, last_visible,
+            QK - LATENT, BLOCK_R, BLOCK_N,
         )  # fmt: skip
 
+    if PDL:
+        gdc_launch_dependents()
     b_norm = tl.where(b_sum > 0, kv_scale / b_sum, 0.0)
     b_lse = tl.where(b_sum > 0, (b_max + tl.log2(b_sum)) * 0.6931471805599453, float("-inf"))
-    b_o = tl.trans(b_o * b_norm[None, :]) if KEYS_FIRST else b_o * b_norm[:, None]
+    b_o = b_o * b_norm[:, None]
     o_row = (i_batch * splits + i_split) * ROWS + o_r
     tl.store(lse_ptr + o_row, b_lse, mask=o_r < ROWS)
     p_o = o_ptr + o_row[:, None] * LATENT + o_l[None, :]
@@ -247,33 +239,30 @@ def _combine(
 
 
 def _space(dims: Dims) -> Iterable[Config]:
-    rows = min(max(bucket(dims["rows"]), 16), 64)
     if dims["bytes"] > 2:
-        return [_config(rows, 16, False, 4, 1), _config(rows, 32, False, 4, 1), _config(rows, 32, False, 8, 1)]
-    return [
-        _config(rows, tile, keys_first, warps, stages)
-        for keys_first in (False, True)
-        for tile in (32, 64)
-        for warps in (4, 8)
-        for stages in (2, 3)
-        if not (stages == 3 and tile == 64) and not (warps == 4 and rows == 64)
-    ]
+        return [_config(16, 16, 4, 1), _config(16, 32, 4, 1), _config(32, 32, 8, 1)]
+    if dims["rows"] <= 16:
+        plain = [_config(16, tile, 4, stages) for tile in (32, 64) for stages in (1, 2, 3)]
+        return [*plain, _config(16, 64, 8, 3), _config(16, 32, 4, 3, True)]
+    plain = [_config(64, 64, 8, 2), _config(64, 32, 8, 3), _config(64, 32, 8, 2), _config(32, 32, 4, 1)]
+    return [*plain, _config(64, 64, 8, 2, True), _config(64, 32, 8, 3, True), _config(16, 64, 4, 3)]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    rows = min(max(bucket(dims["rows"]), 16), 64)
+    few = dims["rows"] <= 16
     if dims["bytes"] > 2:
-        return _config(16, 16, False, 4, 1)
+        return _config(16, 16, 4, 1)
     if platform.vendor == "amd":
-        return _config(rows, 32, False, 4, 1)
-    return _config(rows, 64, rows < 64, 4 if rows == 16 else 8, 2, True)
+        return _config(16 if few else 32, 32, 4, 1)
+    if few:
+        return _config(16, 32, 4, 3, True) if dims["cached_bytes"] == 1 else _config(16, 64, 4, 3)
+    return _config(64, 32 if "tensor_memory" in platform.features else 64, 8, 2)
 
 
-def _config(rows: int, tile: int, keys_first: bool, warps: int, stages: int, descriptors: bool = False) -> Config:
+def _config(rows: int, tile: int, warps: int, stages: int, descriptors: bool = False) -> Config:
     return {
         "BLOCK_R": rows,
         "BLOCK_N": tile,
-        "KEYS_FIRST": keys_first,
         "DESCRIPTORS": descriptors,
         "num_warps": warps,
         "num_stages": stages,
@@ -322,7 +311,13 @@ def mla_decode(
         return attended, lse
     same = kv_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     compute = q.dtype if same else torch.float32
-    config = ATTEND.pick(q.device, rows=min(bucket(rows), 64), latent=latent, bytes=compute.itemsize)
+    config = ATTEND.pick(
+        q.device,
+        rows=min(bucket(rows), 64),
+        latent=latent,
+        bytes=compute.itemsize,
+        cached_bytes=kv_cache.element_size(),
+    )
     tile, groups = config["BLOCK_N"], -(-rows // config["BLOCK_R"])
     splits = choose_splits(batch * groups, -(-max_pages * page // tile), compute_units(q.device))
     part, part_lse = attended, lse
@@ -330,7 +325,7 @@ def mla_decode(
         part = torch.empty(batch, splits, rows, latent, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(batch, splits, rows, dtype=torch.float32, device=q.device)
     config, latents, ropes = _described(config, kv_cache, latent)
-    overlap = splits > 1 and "programmatic_launch" in platform_for(q.device).features and not interpreted()
+    overlap = "programmatic_launch" in platform_for(q.device).features and not interpreted()
     _attend[(batch * splits * groups,)](
         q,
         kv_cache,
@@ -359,7 +354,7 @@ def mla_decode(
         **config,
     )
     if splits > 1:
-        # Starts while the last runs are read, and waits for them.
+        # Starts while the last runs are written, and waits for them.
         early = {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}
         width = min(triton.next_power_of_2(latent), COMBINE_WIDTH)
         _combine[(batch * rows, -(-latent // width))](
@@ -380,7 +375,7 @@ def mla_decode(
     return attended, lse
 
 
-COMBINE_WIDTH, COMBINE_RUNS, COMBINE_WARPS = 128, 32, 4
+COMBINE_WIDTH, COMBINE_RUNS, COMBINE_WARPS = 64, 64, 2
 
 
 def _described(config: Config, kv_cache: Tensor, latent: int) -> tuple[Config, Any, Any]:

@@ -70,21 +70,26 @@ def _project(
 
 
 def _space(dims: Dims) -> Iterable[Config]:
-    most = min(max(dims["tokens"], 16), 128)
-    wide = dims["bytes"] > 2
-    return [
-        _config(rows, columns, 32 if wide else inner, warps, 2 if wide else stages)
-        for rows in sorted({min(most, 32 if wide else 64), min(most, 32 if wide else 128)})
-        for columns, warps in ((64, 4), (128, 4), (128, 8))
-        for inner, stages in (((64, 3), (128, 2)) if not wide else ((32, 2),))
-    ]
+    rows = _tile_rows(dims)
+    if dims["bytes"] > 2:
+        return [_config(min(rows, 32), 64, 32, 4, 2), _config(min(rows, 32), 32, 32, 4, 2)]
+    small = [_config(rows, 32, 128, 4, 3), _config(rows, 64, 64, 4, 3), _config(rows, 64, 128, 4, 3)]
+    return [*small, _config(rows, 128, 64, 4, 3), _config(rows, 128, 64, 8, 3), _config(rows, 128, 64, 4, 2)]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    rows = min(max(dims["tokens"], 16), 128)
+    rows = _tile_rows(dims)
+    stages = 2 if platform.vendor == "amd" else 3
     if dims["bytes"] > 2:
         return _config(min(rows, 32), 64, 32, 4, 2)
-    return _config(rows, 128, 64, 4 if rows < 128 else 8, 2 if platform.vendor == "amd" else 3)
+    if rows > 32:
+        return _config(rows, 128, 64, 4 if rows < 128 else 8, stages)
+    # Few rows: a program should not walk far, and there should be many.
+    return _config(rows, 32, 128, 4, stages) if dims["k"] > 256 else _config(rows, 64, 64, 4, stages)
+
+
+def _tile_rows(dims: Dims) -> int:
+    return min(max(dims["tokens"], 16), 128)
 
 
 def _config(rows: int, columns: int, inner: int, warps: int, stages: int) -> Config:
@@ -257,6 +262,9 @@ def _read(
     tl.store(p_o, b_row.to(o_ptr.dtype.element_ty), mask=inside[:, None] & (o_d < QK)[None, :])
 
 
+READ = 32, 64
+
+
 @portable(mla_forms.mla_cache_read)
 def mla_cache_read(
     kv_cache: Tensor,
@@ -272,8 +280,9 @@ def mla_cache_read(
     page, qk = kv_cache.shape[1:]
     cached = torch.empty(rows, qk, dtype=dtype, device=kv_cache.device) if out is None else out
     if cached.numel():
-        width = min(triton.next_power_of_2(qk), 64)
-        _read[(-(-rows // 32), -(-qk // width))](
+        height, most = READ
+        width = min(triton.next_power_of_2(qk), most)
+        _read[(-(-rows // height), -(-qk // width))](
             kv_cache,
             page_table,
             cu_seqlens,
@@ -287,7 +296,7 @@ def mla_cache_read(
             rows,
             page,
             qk,
-            32,
+            height,
             width,
         )
     return cached

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tokenspeed_kernels.triton.device import bucket
 
-_FEW = 64
+_FEW = 8
+"""Where there are so many times more experts than pairs, hardly two pairs share one: they are not brought together."""
 _CHUNK = 512
 _ROWS = 32
 
@@ -134,9 +135,9 @@ class Aligned:
 
 
 def align(ids: Tensor, first_expert: int, experts: int, block_m: int) -> Aligned:
-    """Blocks of at most `block_m` pairs of one expert; few pairs are left as they are, seldom two of one expert."""
+    """Blocks of at most `block_m` pairs of one expert; a token's pairs, or few, are left as they are."""
     pairs = ids.numel()
-    if pairs <= _FEW:
+    if ids.shape[0] == 1 or pairs * _FEW <= experts:
         return Aligned(ids, first_expert, experts, block_m, False, ids, ids, pairs)
     most = min(pairs, experts + pairs // block_m)
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)

@@ -51,32 +51,63 @@ def _slots(order_ptr, begin, end, ALIGNED: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _plain(p_x, valid, p_w, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Rows of a matrix, from `p_w` [BN], times those from `p_x` [BM], as [BN, BM] in float32."""
-    b_acc = tl.zeros([BN, BM], tl.float32)
-    for k in range(0, K, BK):
-        o_k = k + tl.arange(0, BK)
-        if K % BK == 0:
-            b_w = tl.load(p_w[:, None] + o_k[None, :])  # [BN, BK]
-            b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None], other=0.0)  # [BM, BK]
-        else:
-            b_w = tl.load(p_w[:, None] + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)
-            b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None] & (o_k < K)[None, :], other=0.0)
-        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
-    return b_acc
+def _rows(p_x, valid, o_k, K: tl.constexpr, EVEN: tl.constexpr):
+    """Columns `o_k` of the rows of tokens at `p_x` [BM]."""
+    if EVEN:
+        b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None], other=0.0)
+    else:
+        b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None] & (o_k < K)[None, :], other=0.0)
+    return b_x  # [BM, BK]
 
 
 @triton.jit
-def _fp8_block(p_x, valid, p_w, p_scale, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """As `_plain`, each 128 columns' product times their scale, from `p_scale` [BN]; BK divides 128."""
-    b_acc = tl.zeros([BN, BM], tl.float32)
+def _columns(p_w, o_k, K: tl.constexpr, EVEN: tl.constexpr):
+    """Columns `o_k`, of K, of the rows of weights at `p_w` [BN]."""
+    if EVEN:
+        b_w = tl.load(p_w[:, None] + o_k[None, :])
+    elif p_w.dtype.element_ty == tl.int32:
+        b_w = tl.load(p_w[:, None] + o_k[None, :], mask=(o_k < K)[None, :], other=0)
+    else:
+        b_w = tl.load(p_w[:, None] + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)
+    return b_w  # [BN, BK]
+
+
+# Each of these multiplies rows of a matrix, from `p_w` [BN], with rows of tokens, from `p_x` [BM] and, where TWO, from
+# `p_x2` [BM2], to float32 [BN, BM] and [BN, BM2].
+
+
+@triton.jit
+def _plain(p_x, valid, p_x2, valid2, p_w, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr):
+    b_acc = tl.zeros([BN, p_x.shape[0]], tl.float32)
+    b_acc2 = tl.zeros([BN, p_x2.shape[0]], tl.float32)
     for k in range(0, K, BK):
         o_k = k + tl.arange(0, BK)
-        b_w = tl.load(p_w[:, None] + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)  # [BN, BK]
-        b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None] & (o_k < K)[None, :], other=0.0)  # [BM, BK]
+        b_w = _columns(p_w, o_k, K, K % BK == 0)
+        b_x = _rows(p_x, valid, o_k, K, K % BK == 0)
+        b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+        if TWO:
+            b_x2 = _rows(p_x2, valid2, o_k, K, K % BK == 0)
+            b_acc2 = tl.dot(b_w, tl.trans(b_x2), b_acc2, input_precision="ieee")
+    return b_acc, b_acc2
+
+
+@triton.jit
+def _fp8_block(
+    p_x, valid, p_x2, valid2, p_w, p_scale, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr
+):
+    """Each 128 columns' product is multiplied by their scale, from `p_scale` [BN]; BK divides 128."""
+    b_acc = tl.zeros([BN, p_x.shape[0]], tl.float32)
+    b_acc2 = tl.zeros([BN, p_x2.shape[0]], tl.float32)
+    for k in range(0, K, BK):
+        o_k = k + tl.arange(0, BK)
+        b_w = _columns(p_w, o_k, K, K % BK == 0).to(p_x.dtype.element_ty)
         b_scale = tl.load(p_scale + k // 128).to(tl.float32)
-        b_acc += tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), input_precision="ieee") * b_scale[:, None]
-    return b_acc
+        b_x = _rows(p_x, valid, o_k, K, K % BK == 0)
+        b_acc += tl.dot(b_w, tl.trans(b_x), input_precision="ieee") * b_scale[:, None]
+        if TWO:
+            b_x2 = _rows(p_x2, valid2, o_k, K, K % BK == 0)
+            b_acc2 += tl.dot(b_w, tl.trans(b_x2), input_precision="ieee") * b_scale[:, None]
+    return b_acc, b_acc2
 
 
 @triton.jit
@@ -95,28 +126,36 @@ def _two_bytes(b_words, PLACE: tl.constexpr, wide: tl.constexpr, BN: tl.constexp
 
 
 @triton.jit
-def _fp8_words(p_x, valid, p_w, p_scale, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """As `_fp8_block`, from words of four numbers."""
+def _halves(b_x):
+    """Columns 2c and 2c + 1 of rows [BM, BK]."""
+    return tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _fp8_words(
+    p_x, valid, p_x2, valid2, p_w, p_scale, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr
+):
+    """As `_fp8_block`, from words of four numbers: number 2c + place of a row is in column c of its place."""
     dtype: tl.constexpr = p_x.dtype.element_ty
     wide: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
-    b_acc = tl.zeros([BN, BM], tl.float32)
+    b_acc = tl.zeros([BN, p_x.shape[0]], tl.float32)
+    b_acc2 = tl.zeros([BN, p_x2.shape[0]], tl.float32)
     for k in range(0, K, BK):
-        o_word, o_k = k // 4 + tl.arange(0, BK // 4), k + tl.arange(0, BK)
-        if K % BK == 0:
-            b_words = tl.load(p_w[:, None] + o_word[None, :])  # [BN, BK/4]
-            b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None], other=0.0)  # [BM, BK]
-        else:
-            b_words = tl.load(p_w[:, None] + o_word[None, :], mask=(o_word < K // 4)[None, :], other=0)
-            b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None] & (o_k < K)[None, :], other=0.0)
+        o_k = k + tl.arange(0, BK)
+        b_words = _columns(p_w, k // 4 + tl.arange(0, BK // 4), K // 4, K % BK == 0)  # [BN, BK/4]
         b_scale = tl.load(p_scale + k // 128).to(tl.float32)
-        # Number 2c + place of a row is in column c of its place.
-        b_even, b_odd = tl.split(tl.reshape(b_x, [BM, BK // 2, 2]))
         b_w0 = _two_bytes(b_words, 0, wide, BN, BK // 4).to(dtype)
         b_w1 = _two_bytes(b_words, 1, wide, BN, BK // 4).to(dtype)
-        b_product = tl.dot(b_w0, tl.trans(b_even), input_precision="ieee")
-        b_product = tl.dot(b_w1, tl.trans(b_odd), b_product, input_precision="ieee")
+        b_x0, b_x1 = _halves(_rows(p_x, valid, o_k, K, K % BK == 0))
+        b_product = tl.dot(b_w0, tl.trans(b_x0), input_precision="ieee")
+        b_product = tl.dot(b_w1, tl.trans(b_x1), b_product, input_precision="ieee")
         b_acc += b_product * b_scale[:, None]
-    return b_acc
+        if TWO:
+            b_x0, b_x1 = _halves(_rows(p_x2, valid2, o_k, K, K % BK == 0))
+            b_product2 = tl.dot(b_w0, tl.trans(b_x0), input_precision="ieee")
+            b_product2 = tl.dot(b_w1, tl.trans(b_x1), b_product2, input_precision="ieee")
+            b_acc2 += b_product2 * b_scale[:, None]
+    return b_acc, b_acc2
 
 
 @triton.jit
@@ -135,46 +174,50 @@ def _two_codes(b_words, b_scale, PLACE: tl.constexpr, BN: tl.constexpr, BW: tl.c
 
 
 @triton.jit
-def _nvfp4(p_x, valid, p_w, p_scale, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """As `_plain`, from words of eight codes and a scale for each 16 columns; not yet times the global scale."""
+def _quarters_product(b_w0, b_w1, b_w2, b_w3, b_x, b_acc):
+    """Code 4c + place of a row is in column c of its place."""
+    b_even, b_odd = tl.split(tl.reshape(b_x, [b_x.shape[0], b_x.shape[1] // 4, 2, 2]))
+    b_x0, b_x2 = tl.split(b_even)
+    b_x1, b_x3 = tl.split(b_odd)
+    b_acc = tl.dot(b_w0, tl.trans(b_x0), b_acc, input_precision="ieee")
+    b_acc = tl.dot(b_w1, tl.trans(b_x1), b_acc, input_precision="ieee")
+    b_acc = tl.dot(b_w2, tl.trans(b_x2), b_acc, input_precision="ieee")
+    return tl.dot(b_w3, tl.trans(b_x3), b_acc, input_precision="ieee")
+
+
+@triton.jit
+def _nvfp4(
+    p_x, valid, p_x2, valid2, p_w, p_scale, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TWO: tl.constexpr
+):
+    """From words of eight codes and a scale for each 16 columns; not yet times the global scale."""
     dtype: tl.constexpr = p_x.dtype.element_ty
     wide: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
     BITS: tl.constexpr = 118 if dtype == tl.bfloat16 else 7  # 448 * 2^118 and 448 * 2^7 are in range
     BEYOND: tl.constexpr = 8 if dtype == tl.bfloat16 else 7  # 126 - 118 and 14 - 7
-    b_acc = tl.zeros([BN, BM], tl.float32)
+    b_acc = tl.zeros([BN, p_x.shape[0]], tl.float32)
+    b_acc2 = tl.zeros([BN, p_x2.shape[0]], tl.float32)
     for k in range(0, K, BK):
-        o_word = k // 8 + tl.arange(0, BK // 8)
-        o_group = k // 16 + tl.arange(0, BK // 16)
         o_k = k + tl.arange(0, BK)
-        if K % BK == 0:
-            b_words = tl.load(p_w[:, None] + o_word[None, :])  # [BN, BK/8]
-            b_scale = tl.load(p_scale[:, None] + o_group[None, :])  # [BN, BK/16]
-            b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None], other=0.0)  # [BM, BK]
-        else:
-            b_words = tl.load(p_w[:, None] + o_word[None, :], mask=(o_word < K // 8)[None, :], other=0)
-            b_scale = tl.load(p_scale[:, None] + o_group[None, :], mask=(o_group < K // 16)[None, :], other=0.0)
-            b_x = tl.load(p_x[:, None] + o_k[None, :], mask=valid[:, None] & (o_k < K)[None, :], other=0.0)
+        b_words = _columns(p_w, k // 8 + tl.arange(0, BK // 8), K // 8, K % BK == 0)  # [BN, BK/8]
+        b_scale = _columns(p_scale, k // 16 + tl.arange(0, BK // 16), K // 16, K % BK == 0)  # [BN, BK/16]
         b_scale = (b_scale.to(tl.float32) * 2.0**BITS).to(wide)
         b_scale = tl.reshape(tl.broadcast_to(b_scale[:, :, None], [BN, BK // 16, 2]), [BN, BK // 8])  # a word's
-        # Code 4c + place of a row is in column c of its place.
-        b_even, b_odd = tl.split(tl.reshape(b_x, [BM, BK // 4, 2, 2]))
-        b_x0, b_x2 = tl.split(b_even)
-        b_x1, b_x3 = tl.split(b_odd)
         b_w0 = _two_codes(b_words, b_scale, 0, BN, BK // 8).to(dtype)
         b_w1 = _two_codes(b_words, b_scale, 1, BN, BK // 8).to(dtype)
         b_w2 = _two_codes(b_words, b_scale, 2, BN, BK // 8).to(dtype)
         b_w3 = _two_codes(b_words, b_scale, 3, BN, BK // 8).to(dtype)
-        b_acc = tl.dot(b_w0, tl.trans(b_x0), b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_w1, tl.trans(b_x1), b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_w2, tl.trans(b_x2), b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_w3, tl.trans(b_x3), b_acc, input_precision="ieee")
-    return b_acc * 2.0**BEYOND
+        b_acc = _quarters_product(b_w0, b_w1, b_w2, b_w3, _rows(p_x, valid, o_k, K, K % BK == 0), b_acc)
+        if TWO:
+            b_acc2 = _quarters_product(b_w0, b_w1, b_w2, b_w3, _rows(p_x2, valid2, o_k, K, K % BK == 0), b_acc2)
+    return b_acc * 2.0**BEYOND, b_acc2 * 2.0**BEYOND
 
 
 @triton.jit
-def _rows_product(
+def _products(
     p_x,  # [BM]
     valid,  # [BM]
+    p_x2,  # [BM2]
+    valid2,  # [BM2]
     w_ptr,
     scale_ptr,
     i_matrix,  # int64
@@ -182,23 +225,60 @@ def _rows_product(
     ROWS: tl.constexpr,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
-    BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    TWO: tl.constexpr,
 ):
-    """Rows `o_row` of the matrices `i_matrix` [BN] or [1] of ROWS rows and K columns, times rows of x."""
+    """Rows `o_row` of the matrices `i_matrix` [BN] or [1] of ROWS rows and K columns, times rows of tokens."""
     o_all = i_matrix * ROWS + o_row
     if FORMAT == "plain":
-        b_acc = _plain(p_x, valid, w_ptr + o_all * K, K, BM, BN, BK)
+        b_acc, b_acc2 = _plain(p_x, valid, p_x2, valid2, w_ptr + o_all * K, K, BN, BK, TWO)
     elif FORMAT == "nvfp4":
-        b_acc = _nvfp4(p_x, valid, w_ptr + o_all * (K // 8), scale_ptr + o_all * (K // 16), K, BM, BN, BK)
+        p_scale = scale_ptr + o_all * (K // 16)
+        b_acc, b_acc2 = _nvfp4(p_x, valid, p_x2, valid2, w_ptr + o_all * (K // 8), p_scale, K, BN, BK, TWO)
     else:
         p_scale = scale_ptr + (i_matrix * ((ROWS + 127) // 128) + o_row // 128) * ((K + 127) // 128)
         if w_ptr.dtype.element_ty == tl.int32:
-            b_acc = _fp8_words(p_x, valid, w_ptr + o_all * (K // 4), p_scale, K, BM, BN, BK)
+            b_acc, b_acc2 = _fp8_words(p_x, valid, p_x2, valid2, w_ptr + o_all * (K // 4), p_scale, K, BN, BK, TWO)
         else:
-            b_acc = _fp8_block(p_x, valid, w_ptr + o_all * K, p_scale, K, BM, BN, BK)
-    return b_acc
+            b_acc, b_acc2 = _fp8_block(p_x, valid, p_x2, valid2, w_ptr + o_all * K, p_scale, K, BN, BK, TWO)
+    return b_acc, b_acc2
+
+
+@triton.jit
+def _store_inner(
+    b_acc, o_slot, valid, inner_ptr, global_scale_ptr, expert, i_tile, INTER: tl.constexpr, FORMAT: tl.constexpr
+):
+    HALF: tl.constexpr = b_acc.shape[0] // 2
+    b_gate, b_up = tl.split(tl.permute(tl.reshape(b_acc, [2, HALF, b_acc.shape[1]]), (2, 1, 0)))  # [BM, HALF]
+    if FORMAT == "nvfp4":
+        b_gate *= tl.load(global_scale_ptr + expert * 2)
+        b_up *= tl.load(global_scale_ptr + expert * 2 + 1)
+    b_inner = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+    o_inner = i_tile * HALF + tl.arange(0, HALF)
+    p_inner = inner_ptr + o_slot.to(tl.int64)[:, None] * INTER + o_inner[None, :]
+    tl.store(p_inner, b_inner.to(inner_ptr.dtype.element_ty), mask=valid[:, None] & (o_inner < INTER)[None, :])
+
+
+@triton.jit
+def _store_parts(
+    b_acc,
+    o_pair,
+    valid,
+    parts_ptr,
+    weights_ptr,
+    global_scale_ptr,
+    expert,
+    o_row,
+    HIDDEN: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    b_weight = tl.load(weights_ptr + o_pair, mask=valid, other=0.0)
+    if FORMAT == "nvfp4":
+        b_weight *= tl.load(global_scale_ptr + expert)
+    b_part = tl.trans(b_acc) * b_weight[:, None]  # [BM, BN]
+    p_part = parts_ptr + o_pair.to(tl.int64)[:, None] * HIDDEN + o_row[None, :]
+    tl.store(p_part, b_part.to(parts_ptr.dtype.element_ty), mask=valid[:, None] & (o_row < HIDDEN)[None, :])
 
 
 @triton.jit
@@ -220,15 +300,19 @@ def _gate_up_tile(
     FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
     BM: tl.constexpr,
+    BM2: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
     HALF: tl.constexpr = BN // 2
     o_slot, valid, o_pair = _slots(order_ptr, begin, end, ALIGNED, BM)
+    o_slot2, valid2, o_pair2 = _slots(order_ptr, begin + BM, end, ALIGNED, BM2 if BM2 else 1)
     o_n = tl.arange(0, BN)
-    b_acc = _rows_product(
+    b_acc, b_acc2 = _products(
         x_ptr + (o_pair // TOP_K).to(tl.int64) * x_stride,
         valid,
+        x_ptr + (o_pair2 // TOP_K).to(tl.int64) * x_stride,
+        valid2,
         w_ptr,
         scale_ptr,
         expert.to(tl.int64) * 2 + o_n // HALF,
@@ -236,18 +320,13 @@ def _gate_up_tile(
         INTER,
         HIDDEN,
         FORMAT,
-        BM,
         BN,
         BK,
+        BM2 > 0,
     )
-    b_gate, b_up = tl.split(tl.permute(tl.reshape(b_acc, [2, HALF, BM]), (2, 1, 0)))  # [BM, HALF]
-    if FORMAT == "nvfp4":
-        b_gate *= tl.load(global_scale_ptr + expert * 2)
-        b_up *= tl.load(global_scale_ptr + expert * 2 + 1)
-    b_inner = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
-    o_inner = i_tile * HALF + tl.arange(0, HALF)
-    p_inner = inner_ptr + o_slot.to(tl.int64)[:, None] * INTER + o_inner[None, :]
-    tl.store(p_inner, b_inner.to(inner_ptr.dtype.element_ty), mask=valid[:, None] & (o_inner < INTER)[None, :])
+    _store_inner(b_acc, o_slot, valid, inner_ptr, global_scale_ptr, expert, i_tile, INTER, FORMAT)
+    if BM2:
+        _store_inner(b_acc2, o_slot2, valid2, inner_ptr, global_scale_ptr, expert, i_tile, INTER, FORMAT)
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -272,12 +351,13 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`BLOCK_N` counts rows of the gate and of up. What is left of an expert's pairs may be a block half as wide."""
+    """`BLOCK_N` counts rows of the gate and of up. What is left of an expert's pairs may be a narrower block."""
     TILES: tl.constexpr = (2 * INTER + BLOCK_N - 1) // BLOCK_N
+    NARROW: tl.constexpr = 128 if BLOCK_M == 192 else BLOCK_M // 2
     i_tile = tl.program_id(0) % TILES
     expert, begin, end = _block(ids_ptr, table_ptr, tl.program_id(0) // TILES, first_expert, ALIGNED)
     if (expert >= 0) & (expert < EXPERTS):
-        if BLOCK_M >= 64 and end - begin <= BLOCK_M // 2:
+        if BLOCK_M >= 64 and end - begin <= NARROW:
             _gate_up_tile(
                 x_ptr,
                 w_ptr,
@@ -295,7 +375,8 @@ def _gate_up(
                 INTER,
                 FORMAT,
                 ALIGNED,
-                BLOCK_M // 2,
+                NARROW,
+                0,
                 BLOCK_N,
                 BLOCK_K,
             )
@@ -317,7 +398,8 @@ def _gate_up(
                 INTER,
                 FORMAT,
                 ALIGNED,
-                BLOCK_M,
+                128 if BLOCK_M == 192 else BLOCK_M,
+                64 if BLOCK_M == 192 else 0,
                 BLOCK_N,
                 BLOCK_K,
             )
@@ -341,14 +423,18 @@ def _down_tile(
     FORMAT: tl.constexpr,
     ALIGNED: tl.constexpr,
     BM: tl.constexpr,
+    BM2: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
     o_slot, valid, o_pair = _slots(order_ptr, begin, end, ALIGNED, BM)
+    o_slot2, valid2, o_pair2 = _slots(order_ptr, begin + BM, end, ALIGNED, BM2 if BM2 else 1)
     o_row = i_tile * BN + tl.arange(0, BN)
-    b_acc = _rows_product(
+    b_acc, b_acc2 = _products(
         inner_ptr + o_slot.to(tl.int64) * INTER,
         valid,
+        inner_ptr + o_slot2.to(tl.int64) * INTER,
+        valid2,
         w_ptr,
         scale_ptr,
         expert.to(tl.int64),
@@ -356,16 +442,13 @@ def _down_tile(
         HIDDEN,
         INTER,
         FORMAT,
-        BM,
         BN,
         BK,
+        BM2 > 0,
     )
-    b_weight = tl.load(weights_ptr + o_pair, mask=valid, other=0.0)
-    if FORMAT == "nvfp4":
-        b_weight *= tl.load(global_scale_ptr + expert)
-    b_part = tl.trans(b_acc) * b_weight[:, None]  # [BM, BN]
-    p_part = parts_ptr + o_pair.to(tl.int64)[:, None] * HIDDEN + o_row[None, :]
-    tl.store(p_part, b_part.to(parts_ptr.dtype.element_ty), mask=valid[:, None] & (o_row < HIDDEN)[None, :])
+    _store_parts(b_acc, o_pair, valid, parts_ptr, weights_ptr, global_scale_ptr, expert, o_row, HIDDEN, FORMAT)
+    if BM2:
+        _store_parts(b_acc2, o_pair2, valid2, parts_ptr, weights_ptr, global_scale_ptr, expert, o_row, HIDDEN, FORMAT)
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -390,10 +473,11 @@ def _down(
     BLOCK_K: tl.constexpr,
 ):
     TILES: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    NARROW: tl.constexpr = 128 if BLOCK_M == 192 else BLOCK_M // 2
     i_tile = tl.program_id(0) % TILES
     expert, begin, end = _block(ids_ptr, table_ptr, tl.program_id(0) // TILES, first_expert, ALIGNED)
     if (expert >= 0) & (expert < EXPERTS):
-        if BLOCK_M >= 64 and end - begin <= BLOCK_M // 2:
+        if BLOCK_M >= 64 and end - begin <= NARROW:
             _down_tile(
                 inner_ptr,
                 w_ptr,
@@ -410,7 +494,8 @@ def _down(
                 INTER,
                 FORMAT,
                 ALIGNED,
-                BLOCK_M // 2,
+                NARROW,
+                0,
                 BLOCK_N,
                 BLOCK_K,
             )
@@ -431,7 +516,8 @@ def _down(
                 INTER,
                 FORMAT,
                 ALIGNED,
-                BLOCK_M,
+                128 if BLOCK_M == 192 else BLOCK_M,
+                64 if BLOCK_M == 192 else 0,
                 BLOCK_N,
                 BLOCK_K,
             )
@@ -556,7 +642,7 @@ def _block_m(pairs: int, experts: int, device: torch.device) -> int:
     """Pairs a block: few more than an expert has, and no fewer than a matrix instruction takes on its narrow side."""
     least = 16 if platform_for(device).vendor == "amd" else 8
     mean = bucket(pairs) // bucket(experts)
-    return least if mean <= 4 else min(max(mean, 16), 128)
+    return least if mean <= 4 else min(max(mean, 16), 192)
 
 
 def _space(dims: Dims) -> list[Config]:
@@ -566,7 +652,7 @@ def _space(dims: Dims) -> list[Config]:
 def _default(format: str) -> Any:
     def default(platform: Platform, dims: Dims) -> Mapping[str, int]:
         if dims["itemsize"] == 4:
-            return {"BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+            return {"BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
         stages = 2 if platform.vendor == "amd" else 4
         block_k = {"plain": 64, "fp8_block": 128, "nvfp4": 256}[format]
         if dims["block_m"] >= 64:

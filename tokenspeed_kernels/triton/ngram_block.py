@@ -15,6 +15,8 @@ from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import compute_units, platform_for
 
 _LEAST_SCORE = 1e-6
+_TOKENS = 4
+"""Tokens of a program of the gate where there are many."""
 _ELEMENTS = 2048
 """Elements that a program of the injection takes."""
 
@@ -41,6 +43,7 @@ def _ngram_gate(
     STREAMS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # Programs of one token, which share its value, follow each other.
     i_block, i_stream = tl.program_id(0) // STREAMS, tl.program_id(0) % STREAMS
@@ -49,7 +52,7 @@ def _ngram_gate(
     w_score = w_key * (1.0 + _load_row(norm_query_ptr + i_stream * DIM, o_d, DIM))
     w_conv = 1.0 + _load_row(norm_conv_ptr + i_stream * DIM, o_d, DIM)
     first = i_block.to(tl.int64) * per_program
-    for i_token in range(first, tl.minimum(first + per_program, tokens)):
+    for i_token in tl.range(first, tl.minimum(first + per_program, tokens), num_stages=STAGES):
         i_row = (i_token * STREAMS + i_stream) * DIM
         x = _load_row(x_ptr + i_row, o_d, DIM)
         key = _load_row(key_ptr + i_row, o_d, DIM)
@@ -92,13 +95,15 @@ def ngram_gate(
     tokens, streams, hidden = x.shape
     if x.numel():
         block = triton.next_power_of_2(hidden)
-        lanes = platform_for(x.device).limits.warp_size or 32
-        warps = min(max(block // (16 * lanes), 1), 8)
-        # Once the device is full several times over, a program takes more tokens for the weights that it read.
-        per_program = min(max(tokens * streams // (compute_units(x.device) * 16), 1), 8)
+        platform = platform_for(x.device)
+        # Once the device is full, a program takes more tokens for its weights and fetches the next one ahead.
+        many = tokens * streams > 32 * compute_units(x.device)
+        per_program = _TOKENS if many else 1
+        lanes = (platform.limits.warp_size or 32) * (32 if many else 16)
+        warps = min(max(block // lanes, 1), 8)
         _ngram_gate[(triton.cdiv(tokens, per_program) * streams,)](
             x, key, value, norm_key, norm_query, norm_conv, gated, conv_input, tokens, per_program, eps,
-            _LEAST_SCORE, streams, hidden, block, num_warps=warps,
+            _LEAST_SCORE, streams, hidden, block, 2 if many and platform.vendor == "nvidia" else 1, num_warps=warps,
         )  # fmt: skip
     return gated, conv_input
 

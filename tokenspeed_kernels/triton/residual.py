@@ -8,7 +8,8 @@ from torch import Tensor
 from tokenspeed_kernels import residual
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.residual_few import FEW, injected, mix_few
-from tokenspeed_kernels.triton.residual_many import mix_many
+from tokenspeed_kernels.triton.residual_library import mix_library
+from tokenspeed_kernels.triton.residual_many import MANY, mix_many
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -95,6 +96,6 @@ def _mix(
         torch.empty(tokens, w_inject.shape[0], dtype=torch.float32, device=x.device),
     )
     if tokens:
-        mix = mix_few if tokens <= FEW else mix_many
+        mix = mix_few if tokens <= FEW else mix_many if tokens <= MANY else mix_library
         mix(x, injection, norm_weight, w_down, w_up, w_inject, eps, scales, mixed, gates)
     return mixed, gates

@@ -7,6 +7,7 @@ columns in all streams, gates n with the result while it is in registers, and wr
 themselves, as large as all streams, go nowhere.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from tokenspeed_kernels.triton.residual_few import injected, overlapping
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 
+MANY = 512
 
-@triton.jit(do_not_specialize=["tokens", "per_program"])
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def _prepare(
     x_ptr,  # [tokens, STREAMS, HIDDEN]
     y_ptr,  # [tokens, HIDDEN]
@@ -31,68 +34,54 @@ def _prepare(
     normed_ptr,  # [tokens, STREAMS, HIDDEN]
     products_ptr,  # [tokens, STREAMS, GATES]
     tokens,
-    per_program,
+    tiles,
     eps,
     STREAMS: tl.constexpr,
     HIDDEN: tl.constexpr,
     GATES: tl.constexpr,
     INJECTED: tl.constexpr,
-    GATE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """A program one stream of some tokens: it keeps the weights of that stream."""
-    if PDL:
-        gdc_launch_dependents()
+    """A program one stream of `tiles` times `TOKENS` tokens: it keeps the weights of that stream."""
     i_stream = tl.program_id(0) % STREAMS  # programs of the same tokens, which share y, follow each other
-    first = (tl.program_id(0) // STREAMS).to(tl.int64) * per_program
+    first = (tl.program_id(0) // STREAMS).to(tl.int64) * tiles * TOKENS
     o_c = tl.arange(0, BLOCK)
     inside = o_c < HIDDEN
     scale = 1.0 + tl.load(norm_ptr + i_stream * HIDDEN + o_c, mask=inside, other=0.0).to(tl.float32)
-    if GATES:
-        o_g = tl.arange(0, GATE_BLOCK)
-        b_g = tl.load(
-            w_inject_ptr + o_g[:, None] * (STREAMS * HIDDEN) + i_stream * HIDDEN + o_c[None, :],
-            mask=(o_g < GATES)[:, None] & inside[None, :],
-            other=0.0,
-        )  # [GATES, BLOCK]
-    for i_t in range(first, tl.minimum(first + per_program, tokens)):
-        o_x = (i_t * STREAMS + i_stream) * HIDDEN + o_c
-        b_n = tl.load(x_ptr + o_x, mask=inside, other=0.0)
+    b_g = ()
+    for i_g in tl.static_range(GATES):
+        b_g += (tl.load(w_inject_ptr + (i_g * STREAMS + i_stream) * HIDDEN + o_c, mask=inside, other=0.0),)  # type: ignore[assignment]
+    for i_tile in tl.range(0, tiles, num_stages=STAGES):
+        o_t = first + i_tile * TOKENS + tl.arange(0, TOKENS)
+        alive = o_t < tokens
+        mask = alive[:, None] & inside[None, :]
+        o_x = (o_t * STREAMS + i_stream)[:, None] * HIDDEN + o_c[None, :]
+        b_n = tl.load(x_ptr + o_x, mask=mask, other=0.0)  # [TOKENS, BLOCK]
         if INJECTED:
-            b_y = tl.load(y_ptr + i_t * HIDDEN + o_c, mask=inside, other=0.0)
-            b_n = injected(b_n, b_y, tl.load(inject_ptr + i_t * STREAMS + i_stream), True)
-            tl.store(x_ptr + o_x, b_n.to(x_ptr.dtype.element_ty), mask=inside)
+            b_y = tl.load(y_ptr + o_t[:, None] * HIDDEN + o_c[None, :], mask=mask, other=0.0)
+            share = tl.load(inject_ptr + o_t * STREAMS + i_stream, mask=alive, other=0.0)
+            b_n = injected(b_n, b_y, share[:, None], True)
+            tl.store(x_ptr + o_x, b_n.to(x_ptr.dtype.element_ty), mask=mask)
         else:
             b_n = b_n.to(tl.float32)
-        b_n = b_n * (1.0 / tl.sqrt(tl.sum(b_n * b_n) / HIDDEN + eps)) * scale
-        tl.store(normed_ptr + o_x, b_n.to(normed_ptr.dtype.element_ty), mask=inside)
-        if GATES:
-            products = tl.sum(b_g.to(tl.float32) * b_n[None, :], 1)
-            tl.store(products_ptr + (i_t * STREAMS + i_stream) * GATES + o_g, products, mask=o_g < GATES)
-
-
-@triton.jit
-def _activated(products, down_scale_ptr, o_r, STREAMS: tl.constexpr, RANK: tl.constexpr, SCALED: tl.constexpr):
-    low = products / STREAMS
-    if SCALED:
-        low *= tl.load(down_scale_ptr + o_r, mask=o_r < RANK, other=0.0)[None, :]
-    return low * tl.sigmoid(low)
+        b_n = b_n * (1.0 / tl.sqrt(tl.sum(b_n * b_n, 1) / HIDDEN + eps))[:, None] * scale[None, :]
+        tl.store(normed_ptr + o_x, b_n.to(normed_ptr.dtype.element_ty), mask=mask)
+        for i_g in tl.static_range(GATES):
+            products = tl.sum(b_g[i_g].to(tl.float32)[None, :] * b_n, 1)
+            tl.store(products_ptr + (o_t * STREAMS + i_stream) * GATES + i_g, products, mask=alive)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _down(
     normed_ptr,  # [tokens, WIDE]
     down_ptr,  # [RANK, WIDE]
-    down_scale_ptr,  # [RANK]
-    partial_ptr,  # [SPLITS, tokens, LOW_WIDTH]
-    low_ptr,  # [tokens, LOW_WIDTH]
+    partial_ptr,  # [SPLITS, tokens, WIDTH]
     tokens,
-    STREAMS: tl.constexpr,
     WIDE: tl.constexpr,
     RANK: tl.constexpr,
-    SCALED: tl.constexpr,
-    LOW_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -130,27 +119,22 @@ def _down(
             b_w = tl.load(p_rest + start, mask=inside, other=0.0)
             products_rest = tl.dot(b_n, tl.trans(b_w.to(b_n.dtype)), products_rest, input_precision="ieee")
     alive = (o_t < tokens)[:, None]
-    if SPLITS == 1:
-        p_o = low_ptr + o_t[:, None] * LOW_WIDTH
-        products = _activated(products, down_scale_ptr, o_r, STREAMS, RANK, SCALED)
-        if REST:
-            products_rest = _activated(products_rest, down_scale_ptr, o_rest, STREAMS, RANK, SCALED)
-    else:
-        p_o = partial_ptr + (i_split * tokens + o_t[:, None]) * LOW_WIDTH
-    tl.store(p_o + o_r[None, :], products.to(p_o.dtype.element_ty), mask=alive & (o_r < RANK)[None, :])
+    p_o = partial_ptr + (i_split * tokens + o_t[:, None]) * WIDTH
+    tl.store(p_o + o_r[None, :], products, mask=alive & (o_r < RANK)[None, :])
     if REST:
-        tl.store(p_o + o_rest[None, :], products_rest.to(p_o.dtype.element_ty), mask=alive & (o_rest < RANK)[None, :])
+        tl.store(p_o + o_rest[None, :], products_rest, mask=alive & (o_rest < RANK)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _combine(
-    partial_ptr,
-    down_scale_ptr,
-    low_ptr,
+def _activate(
+    products_ptr,  # [SPLITS, tokens, WIDTH]
+    scale_ptr,  # [RANK]
+    low_ptr,  # [tokens, LOW_WIDTH]
     tokens,
     STREAMS: tl.constexpr,
     RANK: tl.constexpr,
     SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
     LOW_WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -163,11 +147,14 @@ def _combine(
     o_t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     o_r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (o_t < tokens)[:, None] & (o_r < RANK)[None, :]
-    products = tl.zeros((TOKENS, BLOCK), tl.float32)
+    low = tl.zeros((TOKENS, BLOCK), tl.float32)
     for i_split in tl.static_range(SPLITS):
-        p_p = partial_ptr + (i_split * tokens + o_t[:, None]) * LOW_WIDTH + o_r[None, :]
-        products += tl.load(p_p, mask=inside, other=0.0)
-    low = _activated(products, down_scale_ptr, o_r, STREAMS, RANK, SCALED)
+        p_p = products_ptr + (i_split * tokens + o_t[:, None]) * WIDTH + o_r[None, :]
+        low += tl.load(p_p, mask=inside, other=0.0).to(tl.float32)
+    low /= STREAMS
+    if SCALED:
+        low *= tl.load(scale_ptr + o_r, mask=o_r < RANK, other=0.0)[None, :]
+    low *= tl.sigmoid(low)
     tl.store(low_ptr + o_t[:, None] * LOW_WIDTH + o_r[None, :], low.to(low_ptr.dtype.element_ty), mask=inside)
 
 
@@ -203,9 +190,12 @@ def _up(
     i_t, i_c = i_group * GROUP + i_in % size, i_in // size
     o_t = i_t.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     o_i = tl.arange(0, STREAM_BLOCK * COLUMNS)  # the columns in stream 0, then in stream 1, ...
-    o_s, o_c = o_i // COLUMNS, i_c * COLUMNS + o_i % COLUMNS
-    exists = (o_s < STREAMS) & (o_c < HIDDEN)
-    o_k = tl.where(exists, o_s * HIDDEN + o_c, 0)
+    o_k = o_i // COLUMNS * HIDDEN + i_c * COLUMNS + o_i % COLUMNS
+    o_s = tl.arange(0, STREAM_BLOCK)[None, :, None]
+    o_c = i_c * COLUMNS + tl.arange(0, COLUMNS)[None, None, :]
+    RAGGED: tl.constexpr = STREAM_BLOCK != STREAMS or HIDDEN % COLUMNS != 0
+    if RAGGED:  # rows past the end read the last one
+        o_k = tl.minimum(o_k, STREAMS * HIDDEN - 1)
     alive = o_t < tokens
     o_row = tl.minimum(o_t, tokens - 1)
     o_b = tl.arange(0, BLOCK)
@@ -224,10 +214,12 @@ def _up(
         gate = tl.dot(b_low, tl.trans(b_w.to(b_low.dtype)), gate, input_precision="ieee")
     if SCALED:
         gate *= tl.load(up_scale_ptr + o_k)[None, :]
-    b_n = tl.load(normed_ptr + o_row[:, None] * (STREAMS * HIDDEN) + o_k[None, :], mask=exists[None, :], other=0.0).to(
-        tl.float32
-    )
-    gated = tl.reshape(tl.sigmoid(gate) * b_n, (TOKENS, STREAM_BLOCK, COLUMNS))
+    p_n = normed_ptr + o_row[:, None, None] * (STREAMS * HIDDEN) + o_s * HIDDEN + o_c
+    if RAGGED:
+        b_n = tl.load(p_n, mask=(o_s < STREAMS) & (o_c < HIDDEN), other=0.0)
+    else:
+        b_n = tl.load(p_n)  # [TOKENS, STREAMS, COLUMNS]
+    gated = tl.sigmoid(tl.reshape(gate, (TOKENS, STREAM_BLOCK, COLUMNS))) * b_n.to(tl.float32)
     o_m = i_c * COLUMNS + tl.arange(0, COLUMNS)
     mask = alive[:, None] & (o_m < HIDDEN)[None, :]
     mixed = tl.sum(gated, 1) / STREAMS
@@ -240,6 +232,20 @@ def _up(
             p_p = products_ptr + (o_t[:, None] * STREAMS + i_stream) * GATES + o_g[None, :]
             total += tl.load(p_p, mask=has_gate, other=0.0)
         tl.store(gates_ptr + o_t[:, None] * GATES + o_g[None, :], 2.0 * tl.sigmoid(total / STREAMS), mask=has_gate)
+
+
+def _prepare_space(dims: Dims) -> list[Config]:
+    tiles = [(1, 4, 1), (1, 4, 3), (1, 8, 1), (1, 8, 3), (2, 8, 1), (2, 8, 2), (2, 4, 1), (4, 8, 1)]
+    return [{"TOKENS": tokens, "num_warps": warps, "STAGES": stages} for tokens, warps, stages in tiles]
+
+
+def _prepare_default(platform: Platform, dims: Dims) -> Config:
+    if dims["hidden"] < 512:
+        return {"TOKENS": 1, "num_warps": 1, "STAGES": 1}
+    return {"TOKENS": 1 if dims["tokens"] <= 512 else 2, "num_warps": 8, "STAGES": 1}
+
+
+PREPARE = Tunable("residual_many_prepare", _prepare_space, _prepare_default)
 
 
 def _down_config(
@@ -301,6 +307,64 @@ def _up_default(platform: Platform, dims: Dims) -> Config:
 UP = Tunable("residual_many_up", _up_space, _up_default)
 
 
+def prepare(
+    x: Tensor, injection: tuple[Tensor, Tensor] | None, norm_weight: Tensor, w_inject: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Stores the injected streams; the normalised ones, and their products with `w_inject` for each stream."""
+    tokens, streams, hidden = x.shape
+    gates = w_inject.shape[0]
+    y, inject = injection or (x, x)
+    normed = torch.empty_like(x)
+    products = torch.empty(tokens, streams, gates, dtype=torch.float32, device=x.device)
+    config = PREPARE.pick(x.device, tokens=min(bucket(tokens), 4096), hidden=hidden, itemsize=x.element_size())
+    # About eight programs a compute unit, as long as each has few tokens.
+    tiles = min(max(tokens * streams // (8 * compute_units(x.device) * config["TOKENS"]), 1), 16)
+    _prepare[(streams * triton.cdiv(tokens, tiles * config["TOKENS"]),)](
+        x,
+        y,
+        inject,
+        norm_weight,
+        w_inject,
+        normed,
+        products,
+        tokens,
+        tiles,
+        eps,
+        streams,
+        hidden,
+        gates,
+        injection is not None,
+        triton.next_power_of_2(hidden),
+        **config,
+    )
+    return normed, products
+
+
+def activate(
+    products: Tensor, scale: Tensor | None, low: Tensor, rank: int, streams: int, options: Mapping[str, Any]
+) -> None:
+    """Fills `low` [tokens, width] from W n in parts [splits, tokens, width]; the last columns may be padding."""
+    splits, tokens, _ = products.shape
+    block = min(triton.next_power_of_2(rank), 64)
+    rows = 2 if tokens <= 512 else 16
+    _activate[(triton.cdiv(tokens, rows), triton.cdiv(rank, block))](
+        products,
+        products if scale is None else scale,
+        low,
+        tokens,
+        streams,
+        rank,
+        scale is not None,
+        products.shape[2],
+        low.shape[1],
+        splits,
+        rows,
+        block,
+        num_warps=2,
+        **options,
+    )
+
+
 def mix_many(
     x: Tensor,
     injection: tuple[Tensor, Tensor] | None,
@@ -317,82 +381,25 @@ def mix_many(
     tokens, streams, hidden = x.shape
     rank, gate_count = w_down.shape[0], gates.shape[1]
     dims = {
-        "tokens": min(bucket(tokens), 4096),
+        "tokens": bucket(tokens),
         "hidden": hidden,
         "rank": rank,
         "itemsize": x.element_size(),
         "weight": w_down.element_size(),
     }
     pdl = overlapping(x.device)
-    y, inject = injection or (x, x)
     down_scale, up_scale = scales
-    gate_block = max(triton.next_power_of_2(gate_count), 1)
-
-    normed = torch.empty_like(x)
-    products = torch.empty(tokens, streams, gate_count, dtype=torch.float32, device=x.device)
-    per_program = min(max(tokens * streams // (16 * compute_units(x.device)), 1), 16)
-    block = triton.next_power_of_2(hidden)
-    _prepare[(streams * triton.cdiv(tokens, per_program),)](
-        x,
-        y,
-        inject,
-        norm_weight,
-        w_inject,
-        normed,
-        products,
-        tokens,
-        per_program,
-        eps,
-        streams,
-        hidden,
-        gate_count,
-        injection is not None,
-        gate_block,
-        block,
-        pdl["PDL"],
-        num_warps=min(max(block // 512, 1), 8),
-    )
+    normed, products = prepare(x, injection, norm_weight, w_inject, eps)
 
     config = DOWN.pick(x.device, **dims)
-    low_width = triton.cdiv(rank, 16) * 16
-    low = torch.empty(tokens, low_width, dtype=x.dtype, device=x.device)
-    splits = config["SPLITS"]
-    partial = torch.empty(splits, tokens, low_width, dtype=torch.float32, device=x.device) if splits > 1 else low
+    splits, width = config["SPLITS"], triton.cdiv(rank, 16) * 16
+    partial = torch.empty(splits, tokens, width, dtype=torch.float32, device=x.device)
     rank_tiles = 1 if config["REST"] else triton.cdiv(rank, config["RANKS"])
-    scale = partial if down_scale is None else down_scale
     _down[(triton.cdiv(tokens, config["TOKENS"]) * rank_tiles, splits)](
-        normed,
-        w_down,
-        scale,
-        partial,
-        low,
-        tokens,
-        streams,
-        streams * hidden,
-        rank,
-        down_scale is not None,
-        low_width,
-        **config,
-        **pdl,
+        normed, w_down, partial, tokens, streams * hidden, rank, width, **config, **pdl
     )
-    if splits > 1:
-        block = min(triton.next_power_of_2(rank), 64)
-        rows = 2 if tokens <= 512 else 16
-        _combine[(triton.cdiv(tokens, rows), triton.cdiv(rank, block))](
-            partial,
-            scale,
-            low,
-            tokens,
-            streams,
-            rank,
-            down_scale is not None,
-            low_width,
-            splits,
-            rows,
-            block,
-            num_warps=2,
-            **pdl,
-        )
+    low = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    activate(partial, down_scale, low, rank, streams, pdl)
 
     config = UP.pick(x.device, **dims)
     _up[(triton.cdiv(tokens, config["TOKENS"]) * triton.cdiv(hidden, config["COLUMNS"]),)](
@@ -409,9 +416,9 @@ def mix_many(
         rank,
         gate_count,
         up_scale is not None,
-        low_width,
+        width,
         triton.next_power_of_2(streams),
-        gate_block,
+        max(triton.next_power_of_2(gate_count), 1),
         **config,
         **pdl,
     )

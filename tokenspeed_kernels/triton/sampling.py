@@ -12,12 +12,28 @@ from torch import Tensor
 
 from tokenspeed_kernels import sampling
 from tokenspeed_kernels.triton.declare import portable
-from tokenspeed_kernels.triton.sampling_best import chunk_peaks, collect, logit_of, ranked, weight_of
-from tokenspeed_kernels.triton.sampling_mass import sample_by_mass
+from tokenspeed_kernels.triton.device import bucket
+from tokenspeed_kernels.triton.sampling_best import (
+    chunk_peaks,
+    collect,
+    logit_of,
+    positive,
+    ranked,
+    scratch,
+    total_weight,
+    weight_of,
+)
+from tokenspeed_kernels.triton.sampling_mass import CUTS, PARTS, sample_by_mass, weigh
+from tokenspeed_kernels.triton.tuning import Tunable
 from tokenspeed_registry.constraints import Dim
 
 ROOM = 256
 """The most tokens that are kept for ranking all pairs."""
+BEST = Tunable(
+    "sampling_best",
+    space=lambda dims: [{"TILE": tile, "num_warps": warps} for tile in (4096, 8192) for warps in (4, 8, 16)],
+    default=lambda platform, dims: {"TILE": 8192, "num_warps": 16},
+)
 
 
 @triton.jit
@@ -31,21 +47,33 @@ def _sample_few(
     list_ptr,  # [rows, chunks]
     best_ptr,  # [rows, ROOM]
     best_key_ptr,  # [rows, ROOM]
+    count_ptr,  # [rows, PARTS, CUTS]
+    mass_ptr,  # [rows, PARTS, CUTS]
     o_ptr,  # [rows]
+    rows,
     vocab,
     chunks,
     ROOM: tl.constexpr,
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    i_row = tl.program_id(0).to(tl.int64)
+    # The first program of a row does all for one of which few tokens are kept; the others weigh the parts of another.
+    i_row = (tl.program_id(0) % rows).to(tl.int64)
+    i_part = tl.program_id(0) // rows
     temperature = tl.load(temperature_ptr + i_row)
     kept = tl.load(top_k_ptr + i_row)
     kept = tl.where((kept <= 0) | (kept > vocab), vocab, kept)
     kept = tl.where(temperature <= 0, 1, kept)
-    if kept > ROOM:
+    if (kept > ROOM) == (i_part == 0):
         return
-    temperature = tl.where(temperature <= 0, 1.0, temperature)
+    temperature = positive(temperature)
+    if i_part > 0:
+        o_chunk = tl.arange(0, CHUNKS)
+        peaks = tl.load(peak_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=float("-inf"))
+        i_cell = (i_row * PARTS + i_part - 1) * CUTS
+        p_logit = logit_ptr + i_row * vocab
+        weigh(p_logit, count_ptr + i_cell, mass_ptr + i_cell, vocab, i_part - 1, tl.max(peaks, 0), temperature, 1024)
+        return
     p_best = best_ptr + i_row * ROOM
     p_best_key = best_key_ptr + i_row * ROOM
     found = collect(
@@ -77,16 +105,18 @@ def sample(
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     if rows == 0:
         return ids
-    peaks, _ = chunk_peaks(logits, False)
+    peaks, sums = chunk_peaks(logits, temperature)
     chunks = peaks.shape[1]
-    best = torch.empty(rows, chunks + 2 * ROOM, dtype=torch.int32, device=logits.device).view(-1)
-    lists, tokens, keys = best.split([rows * chunks, rows * ROOM, rows * ROOM])
-    _sample_few[(rows,)](
-        logits, peaks, temperature, top_k, top_p, uniform, lists, tokens, keys.view(torch.uint32), ids,
-        vocab, chunks, ROOM, triton.next_power_of_2(chunks), 8192, num_warps=8,
+    lists, tokens, keys = scratch(rows, chunks, ROOM, logits.device)
+    many = vocab > ROOM
+    counts = torch.empty(rows, PARTS.value, CUTS.value, dtype=torch.int32, device=logits.device)
+    masses = torch.empty(rows, PARTS.value, CUTS.value, device=logits.device)
+    _sample_few[(rows * (1 + PARTS.value) if many else rows,)](
+        logits, peaks, temperature, top_k, top_p, uniform, lists, tokens, keys, counts, masses, ids,
+        rows, vocab, chunks, ROOM, triton.next_power_of_2(chunks), **BEST.pick(logits.device, chunks=bucket(chunks), room=ROOM),
     )  # fmt: skip
-    if vocab > ROOM:
-        sample_by_mass(logits, peaks, temperature, top_k, top_p, uniform, ids, ROOM)
+    if many:
+        sample_by_mass(logits, peaks, sums, counts, masses, temperature, top_k, top_p, uniform, ids, ROOM)
     return ids
 
 
@@ -120,8 +150,7 @@ def _logprobs(
         o_chunk = tl.arange(0, CHUNKS)
         peaks = tl.load(peak_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=float("-inf"))
         sums = tl.load(sum_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=0.0)
-        peak = tl.max(peaks, 0)
-        total = tl.sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)), 0)
+        peak, total = total_weight(peaks, sums, 1.0)
         shift = tl.log(tl.where(total > 0, total, 1.0))
         logit = tl.load(logit_ptr + i_row * vocab + token)
         tl.store(o_ptr + i_row, tl.where(logit > float("-inf"), logit - peak - shift, float("-inf")))
@@ -155,13 +184,12 @@ def logprobs(
         )
     if rows == 0:
         return out
-    peaks, sums = chunk_peaks(logits, True)
+    peaks, sums = chunk_peaks(logits, None)
     chunks = peaks.shape[1]
     room = max(ROOM, triton.next_power_of_2(top))
-    best = torch.empty(rows, chunks + 2 * room, dtype=torch.int32, device=device).view(-1)
-    lists, tokens, keys = best.split([rows * chunks, rows * room, rows * room])
+    lists, tokens, keys = scratch(rows, chunks, room, device)
     _logprobs[(rows,)](
-        logits, ids, peaks, sums, lists, tokens, keys.view(torch.uint32), *out,
-        vocab, chunks, top, room, triton.next_power_of_2(chunks), 8192, num_warps=8,
+        logits, ids, peaks, sums, lists, tokens, keys, *out,
+        vocab, chunks, top, room, triton.next_power_of_2(chunks), **BEST.pick(device, chunks=bucket(chunks), room=room),
     )  # fmt: skip
     return out

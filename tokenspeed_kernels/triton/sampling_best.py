@@ -27,10 +27,37 @@ def token_key(logit, inside, DROP: tl.constexpr):
 
 
 @triton.jit
+def logit_of(key):
+    """The logit of a key."""
+    return tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weight_of(logit, peak, temperature):
+    """exp((logit − peak) / temperature), 1 at the peak even where that is +inf."""
+    return tl.where(logit == peak, 1.0, tl.exp((logit - peak) / temperature))
+
+
+@triton.jit
+def positive(temperature):
+    """1 in place of a temperature that is none."""
+    return tl.where(temperature <= 0, 1.0, temperature)
+
+
+@triton.jit
+def total_weight(peaks, sums, temperature):
+    """The largest logit of a row and the sum of its weights, 0 for a row of −inf, from those of the chunks."""
+    peak = tl.max(peaks, 0)
+    weights = sums * weight_of(peaks, peak, temperature)
+    return peak, tl.sum(tl.where(peaks == float("-inf"), 0.0, weights), 0)
+
+
+@triton.jit
 def _chunk_peaks(
     logit_ptr,  # [rows, vocab]
     peak_ptr,  # [rows, chunks]
-    sum_ptr,  # [rows, chunks], or none: sums of exponentials over that of the peak
+    sum_ptr,  # [rows, chunks]: of the weights, that of the peak being 1
+    temperature_ptr,  # [rows], or none: 1
     vocab,
     chunks,
     groups,
@@ -44,20 +71,29 @@ def _chunk_peaks(
     logit = tl.where(logit == logit, logit, float("-inf"))
     peak = tl.max(logit, 1)
     tl.store(peak_ptr + i_row * chunks + o_chunk, peak, mask=o_chunk < chunks)
-    if sum_ptr is not None:
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
-        tl.store(sum_ptr + i_row * chunks + o_chunk, tl.sum(tl.exp(logit - shift[:, None]), 1), mask=o_chunk < chunks)
+    temperature = 1.0
+    if temperature_ptr is not None:
+        temperature = positive(tl.load(temperature_ptr + i_row))
+    total = tl.sum(weight_of(logit, peak[:, None], temperature), 1)
+    tl.store(sum_ptr + i_row * chunks + o_chunk, total, mask=o_chunk < chunks)
 
 
-def chunk_peaks(logits: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-    """The peaks of the chunks, and, if wanted, their sums of exponentials: [rows, chunks]."""
+def chunk_peaks(logits: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The peaks of the chunks, and their sums of exponentials over that of the peak: [rows, chunks]."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK.value)
     groups = triton.cdiv(chunks, 16)
     peaks = torch.empty(rows, chunks, device=logits.device)
-    totals = torch.empty(rows, chunks, device=logits.device) if sums else None
-    _chunk_peaks[(rows * groups,)](logits, peaks, totals, vocab, chunks, groups, 16, CHUNK, num_warps=4)
-    return peaks, totals
+    sums = torch.empty_like(peaks)
+    _chunk_peaks[(rows * groups,)](logits, peaks, sums, temperature, vocab, chunks, groups, 16, CHUNK, num_warps=4)
+    return peaks, sums
+
+
+def scratch(rows: int, chunks: int, room: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What `collect` and `ranked` want: the listed chunks, the best tokens and their keys."""
+    tokens = torch.empty(rows, room, dtype=torch.int32, device=device)
+    keys = torch.empty(rows, room, dtype=torch.uint32, device=device)
+    return torch.empty(rows, chunks, dtype=torch.int32, device=device), tokens, keys
 
 
 @triton.jit
@@ -95,57 +131,46 @@ def collect(
     count = tl.sum(listed.to(tl.int32), 0)
     tl.debug_barrier()
 
-    above = 0
-    equal = 0
-    for i_place in range(0, count * CHUNK, TILE):
-        token, key = _keys_of(p_logit, p_list, i_place, count, vocab, TILE, DROP)
-        above += tl.sum((key > threshold).to(tl.int32), 0)
-        equal += tl.sum((key == threshold).to(tl.int32), 0)
-    spare = equal
-    if above + equal > ROOM:
-        if above >= wanted:
-            # Many crowd in few chunks: the key of rank `wanted` is searched for, above the bound.
-            low = threshold.to(tl.int64)
-            high = tl.full([], 1 << 32, tl.int64)
-            while high - low > 1:
-                middle = (low + high) // 2
-                reached = 0
-                for i_place in range(0, count * CHUNK, TILE):
-                    token, key = _keys_of(p_logit, p_list, i_place, count, vocab, TILE, DROP)
-                    reached += tl.sum((key.to(tl.int64) >= middle).to(tl.int32), 0)
-                if reached >= wanted:
-                    low = middle
-                else:
-                    high = middle
-                    above = reached
-            threshold = low.to(tl.uint32)
-        spare = wanted - above
-
     found = 0
-    equal = 0
     for i_place in range(0, count * CHUNK, TILE):
         token, key = _keys_of(p_logit, p_list, i_place, count, vocab, TILE, DROP)
-        ties = (key == threshold).to(tl.int32)
-        taken = (key > threshold) | ((key == threshold) & (equal + tl.cumsum(ties, 0) <= spare))
+        taken = key >= threshold
         o_best = found + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(p_best + o_best, token, mask=taken)
-        tl.store(p_best_key + o_best, key, mask=taken)
-        equal += tl.sum(ties, 0)
+        tl.store(p_best + o_best, token, mask=taken & (o_best < ROOM))
+        tl.store(p_best_key + o_best, key, mask=taken & (o_best < ROOM))
         found += tl.sum(taken.to(tl.int32), 0)
+    if found > ROOM:
+        # Many equal the bound, or crowd above it in few chunks: the key of rank `wanted` is searched for.
+        low = threshold.to(tl.int64)
+        high = tl.full([], 1 << 32, tl.int64)
+        middle = low + 1
+        above = 0
+        while high - low > 1:
+            reached = 0
+            for i_place in range(0, count * CHUNK, TILE):
+                token, key = _keys_of(p_logit, p_list, i_place, count, vocab, TILE, DROP)
+                reached += tl.sum((key.to(tl.int64) >= middle).to(tl.int32), 0)
+            if reached >= wanted:
+                low = middle
+            else:
+                high = middle
+                above = reached
+            middle = (low + high) // 2
+        threshold = low.to(tl.uint32)
+        spare = wanted - above
+        found = 0
+        equal = 0
+        for i_place in range(0, count * CHUNK, TILE):
+            token, key = _keys_of(p_logit, p_list, i_place, count, vocab, TILE, DROP)
+            ties = (key == threshold).to(tl.int32)
+            taken = (key > threshold) | ((key == threshold) & (equal + tl.cumsum(ties, 0) <= spare))
+            o_best = found + tl.cumsum(taken.to(tl.int32), 0) - 1
+            tl.store(p_best + o_best, token, mask=taken)
+            tl.store(p_best_key + o_best, key, mask=taken)
+            equal += tl.sum(ties, 0)
+            found += tl.sum(taken.to(tl.int32), 0)
     tl.debug_barrier()
     return found
-
-
-@triton.jit
-def logit_of(key):
-    """The logit of a key."""
-    return tl.where(key >> 31 != 0, key & 0x7FFFFFFF, ~key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weight_of(logit, peak, temperature):
-    """exp((logit − peak) / temperature), 1 at the peak even where that is +inf."""
-    return tl.where(logit == peak, 1.0, tl.exp((logit - peak) / temperature))
 
 
 @triton.jit

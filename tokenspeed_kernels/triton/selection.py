@@ -1,4 +1,4 @@
-"""Exact selection by rank: scores as integers that compare as they do, and the threshold that a number of them reach."""
+"""Exact selection by rank: scores as integers that compare as they do, and the threshold that some number reaches."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def order_key(score):
 
 @triton.jit
 def threshold_of(key, wanted):
-    """A threshold that `wanted` of the keys (at most 2^15 of them) reach; if more do, some equal it, and fewer exceed it.
+    """A threshold that `wanted` of the keys, at most 2^15 in all, reach; if more do, fewer than that exceed it.
 
     Two bits a step, until the count fits.
     """

@@ -140,8 +140,9 @@ def index_cache_write(
     seqs = slots.shape[0]
     _index_cache_write[(seqs + tokens,)](
         raw_k, ring, block_cache, page_table, slots, cu_seqlens, seq_lens, weight, inv_freq,
-        seqs, tokens, eps, raw_k.stride(0), page_table.stride(0), dim, inv_freq.shape[0], block_cache.shape[1], ring.shape[1],
-        ratio, triton.next_power_of_2(dim), triton.next_power_of_2(max(ratio, ring.shape[1])), num_warps=1,
+        seqs, tokens, eps, raw_k.stride(0), page_table.stride(0),
+        dim, inv_freq.shape[0], block_cache.shape[1], ring.shape[1], ratio,
+        triton.next_power_of_2(dim), triton.next_power_of_2(max(ratio, ring.shape[1])), num_warps=1,
     )  # fmt: skip
 
 
@@ -235,13 +236,13 @@ def _index_scores(
 
 
 def _space(dims: Dims) -> Iterable[Config]:
+    if dims["bytes"] == 4:
+        return [{"BT": _tile(dims), "BN": 64, "num_warps": 4, "num_stages": 2}]
     return [
-        {"BT": bt, "BN": bn, "num_warps": warps, "num_stages": stages}
-        for bt in {16 // min(dims["heads"], 16), _tile(dims)}
+        {"BT": _tile(dims), "BN": bn, "num_warps": warps, "num_stages": stages}
         for bn in (64, 128)
         for warps in (4, 8)
         for stages in (2, 3)
-        if dims["bytes"] < 4 or (bn, stages) == (64, 2)
     ]
 
 
@@ -251,8 +252,8 @@ def _tile(dims: Dims) -> int:
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    bn = 128 if dims["bytes"] < 4 else 64
-    return {"BT": _tile(dims), "BN": bn, "num_warps": 4, "num_stages": 2}
+    wide = dims["bytes"] < 4 and _tile(dims) * dims["heads"] < 128
+    return {"BT": _tile(dims), "BN": 128 if wide else 64, "num_warps": 4, "num_stages": 2}
 
 
 SCORES = Tunable("index_scores", space=_space, default=_default)

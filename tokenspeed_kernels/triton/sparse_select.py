@@ -6,6 +6,8 @@ choice depends on the row alone, whatever its width. Wider rows are cut: each pr
 the kernel runs again over what they kept.
 """
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +15,11 @@ from torch import Tensor
 
 from tokenspeed_kernels import sparse, sparse_select
 from tokenspeed_kernels.triton.declare import portable
+from tokenspeed_kernels.triton.device import bucket
 from tokenspeed_kernels.triton.selection import order_key, threshold_of
 from tokenspeed_kernels.triton.sparse import write_scores
+from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
+from tokenspeed_registry.platform import Platform
 
 _SCORES = 1 << 23
 """Scores that lie in memory at a time in `select_blocks`: 32 MiB, which stay in the L2 of the larger devices."""
@@ -65,25 +70,40 @@ def _topk(
         tl.store(o_score_ptr + p_rest, tl.full([BK], float("-inf"), tl.float32), mask=rest)
 
 
+def _space(dims: Dims) -> Iterable[Config]:
+    """Parts keep a quarter of their scores at most."""
+    widths = {min(dims["width"], max(most, 4 * dims["top_k"])) for most in (2048, 4096, 8192)}
+    return [_config(block, scores) for block in sorted(widths) for scores in (8, 16, 32)]
+
+
+def _default(platform: Platform, dims: Dims) -> Config:
+    return _config(min(dims["width"], max(8192, 4 * dims["top_k"])), 16)
+
+
+def _config(block: int, scores: int) -> Config:
+    """`scores`: how many a lane of 32 holds."""
+    return {"BLOCK": block, "num_warps": min(max(block // (32 * scores), 1), 16)}
+
+
+TOPK = Tunable("topk_blocks", space=_space, default=_default)
+
+
 def _choose(scores: Tensor, top_k: int, out: Tensor, reach: Tensor | None) -> None:
     """The best of `scores` [rows, width] to `out` [rows, top_k]."""
     rows, width = scores.shape
     ids: Tensor | None = None
-    most = max(8192, triton.next_power_of_2(4 * top_k))  # parts keep a quarter at most
+    kept = triton.next_power_of_2(top_k)
     while True:
-        block = min(most, max(triton.next_power_of_2(width), 256))
-        parts = triton.cdiv(width, block)
-        best, kept = out, None
+        config = TOPK.pick(scores.device, width=min(max(bucket(width), 256), 1 << 16), top_k=kept)
+        parts = triton.cdiv(width, config["BLOCK"])
+        best, best_scores = out, None
         if parts > 1:
             best = torch.empty(rows, parts * top_k, dtype=torch.int32, device=scores.device)
-            kept = torch.empty(rows, parts * top_k, device=scores.device)
-        _topk[(rows * parts,)](
-            scores, ids, reach, best, kept, width, parts, top_k, block, triton.next_power_of_2(top_k),
-            num_warps=min(max(block // 512, 1), 16),
-        )  # fmt: skip
-        if kept is None:
+            best_scores = torch.empty(rows, parts * top_k, device=scores.device)
+        _topk[(rows * parts,)](scores, ids, reach, best, best_scores, width, parts, top_k, BK=kept, **config)
+        if best_scores is None:
             return
-        scores, ids, reach, width = kept, best, None, parts * top_k
+        scores, ids, reach, width = best_scores, best, None, parts * top_k
 
 
 @portable(sparse.topk_blocks)
