@@ -1,6 +1,7 @@
 """vllm 0.33: its Triton kernels for MLA decode, gated residual and n-grams."""
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -100,7 +101,7 @@ def mla_decode(a: Mapping[str, Any]) -> PeerCall | None:
         )  # fmt: skip
         return out
 
-    return PeerCall(run, lambda returned: {"out": returned.view(batch, q_len, heads, latent)})
+    return PeerCall(run, lambda returned: {"attended": returned.view(batch, q_len, heads, latent)})
 
 
 def residual_inject_mix(a: Mapping[str, Any]) -> PeerCall | None:
@@ -131,10 +132,10 @@ def residual_inject_mix(a: Mapping[str, Any]) -> PeerCall | None:
 @functools.cache
 def _hc_down_silu() -> Any:
     """Its CuTe kernel; None where the CuTe DSL is not installed."""
-    try:
-        from vllm.models.qwen4_exp.nvidia.ops.cute_dsl.hc_down_silu import hc_down_silu
-    except ImportError:
+    if importlib.util.find_spec("cutlass") is None:
         return None
+    from vllm.models.qwen4_exp.nvidia.ops.cute_dsl.hc_down_silu import hc_down_silu
+
     return hc_down_silu
 
 

@@ -120,8 +120,9 @@ def marlin(a: Mapping[str, Any]) -> PeerCall | None:
     tokens, top_k = ids.shape
     if x.dtype != torch.bfloat16 or a["first_expert"] != 0 or tokens > 512:
         return None
-    weights = _marlin_weights(a["gate_up"].shape[0], x.shape[1], a["down"].shape[3] * 2, x.device)
-    hidden, inter, experts = x.shape[1], a["down"].shape[3] * 2, a["gate_up"].shape[0]
+    experts, _, inter, _ = a["gate_up"].shape
+    hidden = x.shape[1]
+    weights = _marlin_weights(experts, hidden, inter, x.device)
     block = next((size for size in (8, 16, 32, 48) if tokens * top_k / experts / size < 0.9), 64)
 
     def product(

@@ -17,6 +17,7 @@ from tokenspeed_kernels.triton.attention_parts import (
     combine,
     operand,
     partials,
+    precision,
     product_dtype,
     sequence_of,
     softmax_step,
@@ -106,37 +107,42 @@ LEAST = 2
 @triton.jit
 def _rows_of(
     cache_ptr, page, row, i_head, cached, page_stride, row_stride, head_stride, DIM: tl.constexpr, BD: tl.constexpr,
-    MASKED: tl.constexpr,
+    PER_TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows [BN, BD] of a head; `page` is one or one a row."""
+    """Rows [BN, BD] of a head; `page` is one `PER_TILE` or one a row."""
     o_d = tl.arange(0, BD)
-    base = cache_ptr + page * page_stride + i_head * head_stride
+    place = page * page_stride + i_head * head_stride
+    offset = row[:, None] * row_stride + o_d[None, :]
+    p_rows = cache_ptr + place + offset if PER_TILE else (cache_ptr + place)[:, None] + offset
     if MASKED or BD != DIM:
-        mask = cached[:, None] & (o_d < DIM)[None, :]
-        return tl.load((base + row * row_stride)[:, None] + o_d[None, :], mask=mask, other=0.0)
-    return tl.load((base + row * row_stride)[:, None] + o_d[None, :])
+        return tl.load(p_rows, mask=cached[:, None] & (o_d < DIM)[None, :], other=0.0)
+    return tl.load(p_rows)
 
 
 @triton.jit
 def _attend(
     q, k_ptr, v_ptr, p_table, i_head, first, end, visible, peak, total, acc, scale,
     k_page, k_row, k_head, v_page, v_row, v_head,
-    DIM: tl.constexpr, PAGE: tl.constexpr, DOT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, DOT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The keys from `first` up to `end`; without `MASKED` they fill tiles and all rows see all."""
+    PER_TILE: tl.constexpr = PAGE % BN == 0
     for i_key in range(first, end, BN):
         o_key = i_key + tl.arange(0, BN)
         cached = o_key < end
-        if PAGE % BN == 0:
+        if PER_TILE:
             page = tl.load(p_table + i_key // PAGE).to(tl.int64)
             row = i_key % PAGE + tl.arange(0, BN)
         else:
             page = tl.load(p_table + o_key // PAGE, mask=cached, other=0).to(tl.int64)
             row = o_key % PAGE
-        k = _rows_of(k_ptr, page, row, i_head, cached, k_page, k_row, k_head, DIM, BD, MASKED).to(DOT)
-        v = _rows_of(v_ptr, page, row, i_head, cached, v_page, v_row, v_head, DIM, BD, MASKED).to(DOT)
+        if WIDE:
+            row = row.to(tl.int64)
+        k = _rows_of(k_ptr, page, row, i_head, cached, k_page, k_row, k_head, DIM, BD, PER_TILE, MASKED).to(DOT)
+        v = _rows_of(v_ptr, page, row, i_head, cached, v_page, v_row, v_head, DIM, BD, PER_TILE, MASKED).to(DOT)
         seen = (o_key[None, :] < visible[:, None]) & cached[None, :]
-        peak, total, acc = softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED)
+        peak, total, acc = softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED, PRECISION)
     return peak, total, acc
 
 
@@ -170,6 +176,8 @@ def _paged_attention(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     DOT: tl.constexpr,  # dtype of the products' operands
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,  # whether offsets in a page pass 2^31
     SPLIT: tl.constexpr,  # whether outputs are partial, their LSE in base 2
     ONE_TILE: tl.constexpr,  # whether a tile holds all rows of any sequence
     BD: tl.constexpr,
@@ -225,11 +233,11 @@ def _paged_attention(
     p_table = table_ptr + i_seq.to(tl.int64) * table_seq
     peak, total, acc = _attend(
         q, k_ptr, v_ptr, p_table, i_head, first, edge, visible, peak, total, acc, factor,
-        k_page, k_row, k_head, v_page, v_row, v_head, DIM, PAGE, DOT, BD, BN, False,
+        k_page, k_row, k_head, v_page, v_row, v_head, DIM, PAGE, DOT, BD, BN, PRECISION, WIDE, False,
     )  # fmt: skip
     peak, total, acc = _attend(
         q, k_ptr, v_ptr, p_table, i_head, edge, end, visible, peak, total, acc, factor,
-        k_page, k_row, k_head, v_page, v_row, v_head, DIM, PAGE, DOT, BD, BN, True,
+        k_page, k_row, k_head, v_page, v_row, v_head, DIM, PAGE, DOT, BD, BN, PRECISION, WIDE, True,
     )  # fmt: skip
 
     some = total > 0
@@ -250,7 +258,7 @@ def _paged_attention(
 
 def _space(dims: Dims) -> Iterable[Config]:
     if dims["bytes"] == 4:
-        return [_config(dims["rows"], 32, 4, 2, 4)]
+        return [_config(dims["rows"], bn, 8, 2, 4) for bn in (32, 64)]
     if dims["rows"] > 64:
         large = ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2))
         return [_config(*tile, 2) for tile in large]
@@ -259,7 +267,10 @@ def _space(dims: Dims) -> Iterable[Config]:
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    return _config(dims["rows"], 64 if dims["bytes"] < 4 else 32, 8 if dims["rows"] > 64 else 4, 2, 4)
+    if dims["bytes"] == 4:
+        return _config(dims["rows"], 32, 8, 2, 4)
+    bm, bn, warps, stages = (128, 64, 8, 2) if dims["rows"] > 64 else (dims["rows"], 32, 4, 3)
+    return _config(bm, bn, warps, stages, 4)
 
 
 def _config(bm: int, bn: int, warps: int, stages: int, waves: int) -> Config:
@@ -296,7 +307,7 @@ def paged_attention(
     group = heads // kv_heads
     dot = product_dtype(q, k_cache)
     width = dot.primitive_bitwidth // 8
-    rows = min(max(bucket(max_q_len * group), 16), 128 if width < 4 else 32)
+    rows = min(max(bucket(max_q_len * group), 16), 128 if width < 4 else 16)
     config = dict(PAGED.pick(q.device, rows=rows, dim=dim, bytes=width, cached=k_cache.element_size()))
     bm = config["BM"]
     one_tile = max_q_len * group <= bm
@@ -304,11 +315,12 @@ def paged_attention(
     busy = min(tiles, seqs * triton.cdiv(max_q_len * group, bm)) * kv_heads
     most = triton.cdiv(max_pages * page, LEAST * config["BN"])
     splits = split_count(most, busy, config.pop("waves") * compute_units(q.device))
+    wide = page * max(k_cache.stride(1), v_cache.stride(1)) >= 1 << 31
     parts, lses = partials(splits, tokens, heads, dim, q.device) if splits > 1 else out
     _paged_attention[(tiles * kv_heads, splits)](
         q, k_cache, v_cache, page_table, cu_seqlens_q, seq_lens, k_scale, v_scale, parts, lses,
         scale, seqs, tokens, splits, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        page_table.stride(0), heads, kv_heads, dim, page, dot, splits > 1, one_tile,
+        page_table.stride(0), heads, kv_heads, dim, page, dot, precision(q.device), wide, splits > 1, one_tile,
         max(triton.next_power_of_2(dim), 16), LEAST=LEAST, **config,
     )  # fmt: skip
     if splits > 1:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenspeed_kernels.triton.device import platform_for
+
 SPLITS = 64
 """The most splits that `combine` adds up."""
 
@@ -36,9 +38,9 @@ def sequence_of(
 
 
 @triton.jit
-def softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED: tl.constexpr):
+def softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """One tile of keys in a running softmax in base 2: q [BM, BD], k and v [BN, BD], seen [BM, BN], scale [BM, 1]."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -46,7 +48,7 @@ def softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED: tl.constexpr):
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(peak - shift)
     total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return new_peak, total, acc
 
 
@@ -65,7 +67,7 @@ def operand(q, DOT: tl.constexpr):
     return q.to(DOT), factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _combine(
     part_ptr,  # [splits, rows, DIM]
     part_lse_ptr,  # [splits, rows], base 2
@@ -123,6 +125,14 @@ def product_dtype(q: Tensor, cache: Tensor) -> tl.dtype:
     if q.dtype != cache.dtype:
         return tl.float32
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(q.dtype, tl.float32)
+
+
+def precision(device: torch.device) -> str:
+    """How float32 operands are multiplied: by three products of their TF32 halves, exact to 2^-21, or else as they are.
+
+    AMD's matrix units take float32; NVIDIA's do not, and without them a tile of this size does not fit the registers.
+    """
+    return "ieee" if platform_for(device).vendor == "amd" else "tf32x3"
 
 
 def split_count(most: int, programs: int, wanted: int) -> int:

@@ -24,12 +24,12 @@ CHANNELS_OF_UPDATE = 128
 
 
 def _tiles(dims: Dims) -> list[Config]:
-    sizes = [(16, 256, 4), (32, 256, 4), (32, 128, 4), (64, 64, 4), (8, 256, 2), (16, 512, 8)]
+    sizes = [(16, 256, 4), (32, 128, 4), (16, 128, 4), (64, 64, 4), (8, 256, 2)]
     return [{"TOKENS": tokens, "BLOCK": block, "num_warps": warps} for tokens, block, warps in sizes]
 
 
 def _default_tile(platform: Platform, dims: Dims) -> Config:
-    return {"TOKENS": 16, "BLOCK": min(256, triton.next_power_of_2(dims["channels"])), "num_warps": 4}
+    return {"TOKENS": 32, "BLOCK": min(128, triton.next_power_of_2(dims["channels"])), "num_warps": 4}
 
 
 PREFILL = Tunable("causal_conv_prefill", _tiles, _default_tile)

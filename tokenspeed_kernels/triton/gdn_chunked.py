@@ -221,7 +221,6 @@ def gdn_prefill(
     pairs = torch.empty(chunks, v_heads, 2, chunk, parts * chunk, dtype=q.dtype, device=q.device)
     factors = torch.empty(chunks, v_heads, 2, chunk, 2, dtype=torch.float32, device=q.device)
     decays = torch.empty(chunks, v_heads, dtype=torch.float32, device=q.device)
-    block_k = max(16, triton.next_power_of_2(d_k))
     scale_keys = normalise and q.dtype == torch.float16
     nvidia = platform_for(q.device).vendor == "nvidia"
     # Three tf32 products keep 22 bits, at many times the speed of float32 on NVIDIA; AMD multiplies in float32.
@@ -235,14 +234,14 @@ def gdn_prefill(
     solve[(chunks * v_heads,)](
         q, k, g, beta, slots, cu_seqlens, pairs, factors, decays, seqs,
         *q.stride()[:2], *k.stride()[:2], scale,
-        K_HEADS=k_heads, V_HEADS=v_heads, DK=d_k, BK=block_k, C=chunk, NORMALISE=normalise,
+        K_HEADS=k_heads, V_HEADS=v_heads, DK=d_k, C=chunk, NORMALISE=normalise,
         SCALE_KEYS=scale_keys, PARTS=parts, PRECISION=precision,
         SOLVE_DTYPE=solve_dtype, SOLVE_PRECISION=solve_precision, SEQS=128, **SOLVE.pick(q.device, **dims),
     )  # fmt: skip
     _advance[(triton.cdiv(d_v, choice["BV"]) * v_heads * seqs,)](
         q, k, v, state, slots, cu_seqlens, fresh.view(torch.uint8), pairs, factors, decays, out,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-        K_HEADS=k_heads, V_HEADS=v_heads, DK=d_k, DV=d_v, BK=block_k,
+        K_HEADS=k_heads, V_HEADS=v_heads, DK=d_k, DV=d_v, BK=max(16, triton.next_power_of_2(d_k)),
         SCALE_KEYS=scale_keys, PARTS=parts, PRECISION=precision, **choice,
     )  # fmt: skip
     return out

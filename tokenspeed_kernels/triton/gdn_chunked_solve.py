@@ -1,9 +1,12 @@
 """Gated delta rule, chunked prefill: what a chunk does to any state. See `gdn_chunked` for the names."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from tokenspeed_kernels.triton.tuning import Tunable
+from tokenspeed_kernels.triton.tuning import Dims, Tunable
+from tokenspeed_registry.platform import Platform
 
 
 @triton.jit
@@ -14,6 +17,13 @@ def halves(x, dtype: tl.constexpr):
     else:
         high = x.to(dtype).to(tl.float32)
     return high.to(dtype), (x - high).to(dtype)
+
+
+@triton.jit
+def _inverse_lengths(products):
+    """Of vectors whose products with one another these are."""
+    o_i = tl.arange(0, products.shape[0])
+    return 1.0 / tl.sqrt(tl.sum(tl.where(o_i[:, None] == o_i[None, :], products, 0.0), 1) + 1e-6)
 
 
 @triton.jit
@@ -44,7 +54,8 @@ def solve(
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
     DK: tl.constexpr,
-    BK: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
     C: tl.constexpr,
     NORMALISE: tl.constexpr,
     SCALE_KEYS: tl.constexpr,
@@ -72,13 +83,9 @@ def solve(
         return
 
     o_i = tl.arange(0, C)
-    o_k = tl.arange(0, BK)
     inside = o_i < end - start
     token = start.to(tl.int64)
     i_key_head = i_head // (V_HEADS // K_HEADS)
-    tile = inside[:, None] & (o_k < DK)[None, :]
-    p_k = k_ptr + (token * k_stride + i_key_head * k_head_stride)
-    b_k = tl.load(p_k + o_i[:, None] * k_stride + o_k[None, :], mask=tile, other=0.0)  # [C, BK]
     b_g = tl.load(g_ptr + token * V_HEADS + i_head + o_i * V_HEADS, mask=inside, other=0.0)
     b_beta = tl.load(beta_ptr + token * V_HEADS + i_head + o_i * V_HEADS, mask=inside, other=0.0)
 
@@ -93,22 +100,32 @@ def solve(
         between += rests[:, None] - rests[None, :]
     decay = tl.where(o_i[:, None] >= o_i[None, :], tl.exp(tl.minimum(between, 0.0)), 0.0)  # [C, C]
 
-    b_l = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_l = tl.zeros([C, C], tl.float32)
+    b_a = tl.zeros([C, C], tl.float32)
+    b_n = tl.zeros([C, C], tl.float32)
+    p_k = k_ptr + (token * k_stride + i_key_head * k_head_stride)
+    p_q = q_ptr + (token * q_stride + i_key_head * q_head_stride)
+    for first in tl.range(0, DK, STEP, num_stages=STAGES):
+        o_k = first + tl.arange(0, STEP)
+        tile = inside[:, None] & (o_k < DK)[None, :]
+        b_k = tl.load(p_k + o_i[:, None] * k_stride + o_k[None, :], mask=tile, other=0.0)  # [C, STEP]
+        b_q = tl.load(p_q + o_i[:, None] * q_stride + o_k[None, :], mask=tile, other=0.0)  # [C, STEP]
+        b_l = tl.dot(b_k, tl.trans(b_k), b_l, input_precision=PRECISION)
+        b_a = tl.dot(b_q, tl.trans(b_k), b_a, input_precision=PRECISION)
+        if NORMALISE:
+            b_n = tl.dot(b_q, tl.trans(b_q), b_n, input_precision=PRECISION)
     k_factor = tl.full([C], 1.0, tl.float32)
     if NORMALISE:
-        k_factor = 1.0 / tl.sqrt(tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_l, 0.0), 1) + 1e-6)
+        k_factor = _inverse_lengths(b_l)
     b_l *= decay
     b_l *= (b_beta * k_factor)[:, None] * k_factor[None, :]
     b_l = tl.where(o_i[:, None] > o_i[None, :], b_l, 0.0)
     row = tl.program_id(0).to(tl.int64)
     p_pairs = pairs_ptr + row * (PARTS * 2 * C * C) + o_i[:, None] * (PARTS * C) + o_i[None, :]
-    p_q = q_ptr + (token * q_stride + i_key_head * q_head_stride)
-    b_q = tl.load(p_q + o_i[:, None] * q_stride + o_k[None, :], mask=tile, other=0.0)  # [C, BK]
     q_factor = tl.full([C], scale, tl.float32)
     if NORMALISE:
-        b_wide = b_q.to(tl.float32)
-        q_factor *= 1.0 / tl.sqrt(tl.sum(b_wide * b_wide, 1) + 1e-6)
-    b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * decay * q_factor[:, None] * k_factor[None, :]
+        q_factor *= _inverse_lengths(b_n)
+    b_a *= decay * q_factor[:, None] * k_factor[None, :]
     _store_parts(p_pairs + PARTS * C * C, b_a, PARTS, C)
 
     # Inverses of diagonal blocks, doubled in size at each step: [[X, 0], [B, Y]]⁻¹ = [[X⁻¹, 0], [−Y⁻¹ B X⁻¹, Y⁻¹]].
@@ -147,8 +164,18 @@ def solve(
     tl.store(decays_ptr + row, tl.exp(last.to(tl.float32)))
 
 
+def _default(platform: Platform, dims: Dims) -> dict[str, Any]:
+    step = min(64, max(16, triton.next_power_of_2(dims["d_k"])))
+    return {"STEP": step, "STAGES": 2, "num_warps": 4 if dims["bytes"] == 4 else 1}
+
+
 SOLVE = Tunable(
     "gdn_prefill_solve",
-    space=lambda dims: [{"num_warps": warps} for warps in (1, 2, 4)],
-    default=lambda platform, dims: {"num_warps": {2: 1, 4: 4}[dims["bytes"]]},
+    space=lambda dims: [
+        {"STEP": step, "STAGES": stages, "num_warps": warps}
+        for step in (32, 64)
+        for stages in (2, 3)
+        for warps in (1, 2)
+    ],
+    default=_default,
 )

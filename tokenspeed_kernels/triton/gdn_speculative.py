@@ -13,17 +13,19 @@ from torch import Tensor
 from tokenspeed_kernels import gdn_speculative
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.gdn_recurrent import (
-    advance,
-    ask,
+    change,
+    changed,
     chunks_of,
-    default_tile,
     few_batches,
     load_key,
     load_tile,
     load_token,
     recurrent_steps,
+    step,
     store_tile,
+    tile,
     tile_space,
+    wide_key,
 )
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
@@ -33,17 +35,23 @@ _FEW = 4
 
 
 def _space(dims: Dims) -> list[Config]:
-    ahead = [1, dims["q_len"]] if dims["q_len"] > 1 and dims["batch"] <= _FEW else [1]
-    return [{**tile, "AHEAD": tokens} for tile in tile_space(dims) for tokens in ahead]
+    tiles = tile_space(dims)
+    if dims["batch"] > _FEW or dims["q_len"] == 1:
+        return [{**each, "AHEAD": 1} for each in tiles]
+    small = [each for each in tiles if each["num_warps"] < 4]
+    return [{**each, "AHEAD": ahead} for each in small for ahead in (1, min(dims["q_len"], 4))]
 
 
-def _default(platform: Platform, dims: Dims) -> Config:
-    return {**default_tile(platform, dims), "AHEAD": min(dims["q_len"], 4) if dims["batch"] <= _FEW else 1}
+def _default_replay(platform: Platform, dims: Dims) -> Config:
+    """Small tiles fill a chip with one request; large ones do what every tile does, such as the norms, less often."""
+    if dims["batch"] <= _FEW:
+        return {**tile(dims, 1024, 1), "AHEAD": min(dims["q_len"], 4)}
+    return {**(tile(dims, 2048, 1) if dims["batch"] < 32 else tile(dims, 8192, 2)), "AHEAD": 1}
 
 
-VERIFY = Tunable("gdn_verify", _space, _default)
-REPLAY = Tunable("gdn_verify_replay", _space, _default)
-FOLD = Tunable("gdn_fold", tile_space, default_tile)
+VERIFY = Tunable("gdn_verify", _space, lambda platform, dims: {**tile(dims, 2048, 1), "AHEAD": 1})
+REPLAY = Tunable("gdn_verify_replay", _space, _default_replay)
+FOLD = Tunable("gdn_fold", tile_space, lambda platform, dims: tile(dims, 2048, 1))
 
 
 @portable(gdn_speculative.gdn_verify)
@@ -122,7 +130,9 @@ def _replay(
         next_v = tl.load(p_v + i_next * (V_HEADS * DV), mask=inside, other=0.0)
         next_g = tl.load(p_g + i_next * V_HEADS)
         next_beta = tl.load(p_beta + i_next * V_HEADS)
-        state = advance(state, k, v, g, beta, CHUNKS, NORMALISE)
+        k, factor = wide_key(k, CHUNKS, NORMALISE)
+        decay = tl.exp(g)
+        state = changed(state, k, change(state, k, factor, v, decay, beta, CHUNKS), decay, CHUNKS)
     return state
 
 
@@ -229,8 +239,7 @@ def _verify_replay(
                         tl.store(p_kept_k + (first + i) * (K_HEADS * DK) + o_k, k[c], mask=o_k < DK)
                 tl.store(p_kept_g + (first + i) * V_HEADS, g)
                 tl.store(p_kept_beta + (first + i) * V_HEADS, beta)
-            state = advance(state, k, v, g, beta, CHUNKS, NORMALISE)
-            o = ask(state, q, scale, CHUNKS, NORMALISE)
+            o, state = step(state, q, k, v, g, beta, scale, CHUNKS, NORMALISE)
             tl.store(p_o + i * (V_HEADS * DV), o.to(o_ptr.dtype.element_ty), mask=inside)
     else:
         for i in tl.static_range(Q_LEN):
@@ -325,7 +334,7 @@ def gdn_verify_replay(
         v_heads // k_heads,
         d_k,
         d_v,
-        *chunks_of(d_k, state),
+        *chunks_of(d_k, state, width=128),
         normalise,
         **config,
     )

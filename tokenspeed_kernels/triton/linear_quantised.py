@@ -241,10 +241,18 @@ def _nvfp4_parts(
         else:
             b_scale = _quarter_scale(b_scale, b_x.dtype)
             b_x0, b_x1, b_x2, b_x3 = _quarters(b_x)
-            b_sum = tl.dot(_quarter(b_word, b_scale, 0, b_x.dtype), tl.permute(b_x0, (0, 2, 1)), b_sum, input_precision="ieee")
-            b_sum = tl.dot(_quarter(b_word, b_scale, 1, b_x.dtype), tl.permute(b_x1, (0, 2, 1)), b_sum, input_precision="ieee")
-            b_sum = tl.dot(_quarter(b_word, b_scale, 2, b_x.dtype), tl.permute(b_x2, (0, 2, 1)), b_sum, input_precision="ieee")
-            b_sum = tl.dot(_quarter(b_word, b_scale, 3, b_x.dtype), tl.permute(b_x3, (0, 2, 1)), b_sum, input_precision="ieee")
+            b_sum = tl.dot(
+                _quarter(b_word, b_scale, 0, b_x.dtype), tl.permute(b_x0, (0, 2, 1)), b_sum, input_precision="ieee"
+            )
+            b_sum = tl.dot(
+                _quarter(b_word, b_scale, 1, b_x.dtype), tl.permute(b_x1, (0, 2, 1)), b_sum, input_precision="ieee"
+            )
+            b_sum = tl.dot(
+                _quarter(b_word, b_scale, 2, b_x.dtype), tl.permute(b_x2, (0, 2, 1)), b_sum, input_precision="ieee"
+            )
+            b_sum = tl.dot(
+                _quarter(b_word, b_scale, 3, b_x.dtype), tl.permute(b_x3, (0, 2, 1)), b_sum, input_precision="ieee"
+            )
     factor = tl.load(global_scale_ptr) * (1.0 if WAY == 0 else 256.0)
     store_tile(tl.trans(tl.sum(b_sum, 0)) * factor, o_ptr, o_m, o_n, tokens, OUT)
 

@@ -104,6 +104,8 @@ def _attend(
     PDL: tl.constexpr,
 ):
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
+    # Behind descriptors little is left; half a tile spares the registers of its addresses.
+    TAIL_N: tl.constexpr = BLOCK_N // 4 if DESCRIPTORS else BLOCK_N
     ROWS: tl.constexpr = HEADS * Q_LEN
     GROUPS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     # Row groups of one run are neighbours: they read the same keys, through the L2 cache.
@@ -118,7 +120,6 @@ def _attend(
         return
 
     o_r = i_group * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_n = tl.arange(0, BLOCK_N)
     o_l = tl.arange(0, BLOCK_L)
     o_p = LATENT + tl.arange(0, BLOCK_P)
     b_visible = length - Q_LEN + 1 + o_r // HEADS
@@ -154,15 +155,16 @@ def _attend(
                 b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible, last_visible,
                 QK - LATENT, BLOCK_R, BLOCK_N,
             )  # fmt: skip
+    o_n = tl.arange(0, TAIL_N)
     if ONE_PAGE:
         b_page = tl.load(p_table + followed // PAGE, mask=followed < end, other=0)
-    for i_key in range(followed, end, BLOCK_N):
+    for i_key in range(followed, end, TAIL_N):
         o_key = i_key + o_n
         live = (o_key < end)[:, None]
         if ONE_PAGE:
             p_kv = kv_ptr + b_page.to(tl.int64) * page_stride + o_n.to(tl.int64)[:, None] * row_stride
             p_kv += tl.cast(i_key % PAGE, tl.int64) * row_stride
-            i_next = i_key + BLOCK_N
+            i_next = i_key + TAIL_N
             b_page = tl.load(p_table + i_next // PAGE, mask=i_next < end, other=0)
         else:
             pages = tl.load(p_table + o_key // PAGE, mask=o_key < end, other=0).to(tl.int64)
@@ -178,7 +180,7 @@ def _attend(
             b_kp = tl.load(p_kv + o_p[None, :], mask=live & (o_p < QK)[None, :], other=0.0).to(COMPUTE)
         b_o, b_max, b_sum = _step(
             b_o, b_max, b_sum, b_q, b_qp, b_kv, b_kp, log2_scale, i_key, b_visible, all_visible, last_visible,
-            QK - LATENT, BLOCK_R, BLOCK_N,
+            QK - LATENT, BLOCK_R, TAIL_N,
         )  # fmt: skip
 
     if PDL:
@@ -244,7 +246,7 @@ def _space(dims: Dims) -> Iterable[Config]:
     if dims["rows"] <= 16:
         plain = [_config(16, tile, 4, stages) for tile in (32, 64) for stages in (1, 2, 3)]
         return [*plain, _config(16, 64, 8, 3), _config(16, 32, 4, 3, True)]
-    plain = [_config(64, 64, 8, 2), _config(64, 32, 8, 3), _config(64, 32, 8, 2), _config(32, 32, 4, 1)]
+    plain = [_config(64, 64, 8, 2), _config(64, 32, 8, 3), _config(32, 32, 8, 2), _config(32, 32, 4, 1)]
     return [*plain, _config(64, 64, 8, 2, True), _config(64, 32, 8, 3, True), _config(16, 64, 4, 3)]
 
 
@@ -256,7 +258,8 @@ def _default(platform: Platform, dims: Dims) -> Config:
         return _config(16 if few else 32, 32, 4, 1)
     if few:
         return _config(16, 32, 4, 3, True) if dims["cached_bytes"] == 1 else _config(16, 64, 4, 3)
-    return _config(64, 32 if "tensor_memory" in platform.features else 64, 8, 2)
+    # The running sum of 64 rows does not fit the registers beside tensor memory's traffic.
+    return _config(32, 32, 8, 2) if "tensor_memory" in platform.features else _config(64, 64, 8, 2)
 
 
 def _config(rows: int, tile: int, warps: int, stages: int, descriptors: bool = False) -> Config:
@@ -383,20 +386,20 @@ def _described(config: Config, kv_cache: Tensor, latent: int) -> tuple[Config, A
     pages, page, qk = kv_cache.shape
     rope, tile, bytes_ = qk - latent, config["BLOCK_N"], kv_cache.element_size()
     page_stride, row_stride, _ = kv_cache.stride()
+    rows = (pages - 1) * (page_stride // max(row_stride, 1)) + page
     fits = (
         config["DESCRIPTORS"]
         and page % tile == 0
-        and pages > 0
+        and 0 < rows < 1 << 31
         and latent == triton.next_power_of_2(latent)
         and rope == triton.next_power_of_2(max(rope, 1))
-        and min(latent, rope) * bytes_ >= 16
+        and min(latent, rope) >= 16
         and row_stride * bytes_ % 16 == 0
-        and page_stride % row_stride == 0
+        and page_stride % max(row_stride, 1) == 0
         and kv_cache.data_ptr() % 16 == 0
     )
     if not fits:
         return {**config, "DESCRIPTORS": False}, None, None
-    rows = (pages - 1) * (page_stride // row_stride) + page
     return (
         config,
         TensorDescriptor(kv_cache, [rows, qk], [row_stride, 1], [tile, latent]),

@@ -36,7 +36,7 @@ BEST = Tunable(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sample_few(
     logit_ptr,  # [rows, vocab]
     peak_ptr,  # [rows, chunks]
@@ -113,7 +113,7 @@ def sample(
     masses = torch.empty(rows, PARTS.value, CUTS.value, device=logits.device)
     _sample_few[(rows * (1 + PARTS.value) if many else rows,)](
         logits, peaks, temperature, top_k, top_p, uniform, lists, tokens, keys, counts, masses, ids,
-        rows, vocab, chunks, ROOM, triton.next_power_of_2(chunks), **BEST.pick(logits.device, chunks=bucket(chunks), room=ROOM),
+        rows, vocab, chunks, ROOM, bucket(chunks), **BEST.pick(logits.device, chunks=bucket(chunks), room=ROOM),
     )  # fmt: skip
     if many:
         sample_by_mass(logits, peaks, sums, counts, masses, temperature, top_k, top_p, uniform, ids, ROOM)
@@ -190,6 +190,6 @@ def logprobs(
     lists, tokens, keys = scratch(rows, chunks, room, device)
     _logprobs[(rows,)](
         logits, ids, peaks, sums, lists, tokens, keys, *out,
-        vocab, chunks, top, room, triton.next_power_of_2(chunks), **BEST.pick(device, chunks=bucket(chunks), room=room),
+        vocab, chunks, top, room, bucket(chunks), **BEST.pick(device, chunks=bucket(chunks), room=room),
     )  # fmt: skip
     return out

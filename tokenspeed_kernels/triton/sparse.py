@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernels import sparse
-from tokenspeed_kernels.triton.attention_parts import product_dtype, sequence_of
+from tokenspeed_kernels.triton.attention_parts import precision, product_dtype, sequence_of
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import bucket, compute_units
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
@@ -182,6 +182,7 @@ def _index_scores(
     BLOCKS: tl.constexpr,
     RATIO: tl.constexpr,
     DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
     HG: tl.constexpr,  # heads a product
     BD: tl.constexpr,
     BT: tl.constexpr,
@@ -221,7 +222,7 @@ def _index_scores(
         for i_head in tl.static_range(0, HEADS, HG):
             if HG < HEADS:
                 q = _queries(q_ptr, token, inside, i_head, q_token, q_head, HEADS, DIM, HG, BD, BT).to(DOT)
-            dots = tl.maximum(tl.dot(keys, tl.trans(q), input_precision="ieee"), 0.0)  # [BN, HG * BT]
+            dots = tl.maximum(tl.dot(keys, tl.trans(q), input_precision=PRECISION), 0.0)  # [BN, HG * BT]
             scores += tl.sum(tl.reshape(dots, [BN, HG, BT]), 1)
         hidden = (page < 0)[:, None] | (o_block[:, None] >= complete[None, :])
         scores = tl.where(hidden, float("-inf"), scores * scale)
@@ -248,7 +249,8 @@ def _space(dims: Dims) -> Iterable[Config]:
 
 def _tile(dims: Dims) -> int:
     """Tokens a tile: heads · tokens are the columns of a product, 16 at least."""
-    return max(min(dims["run"], 128 // dims["heads"]), 16 // dims["heads"], 1)
+    most = 128 if dims["bytes"] < 4 else 32
+    return max(min(dims["run"], most // dims["heads"]), 16 // dims["heads"], 1)
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
@@ -284,7 +286,8 @@ def write_scores(
     _index_scores[(tiles, triton.cdiv(max_blocks, share))](
         q, block_cache, page_table, cu_seqlens, seq_lens, scores, reach,
         seqs, tokens.start, tokens.stop, max_blocks, share, dim**-0.5, *q.stride()[:2], page_table.stride(0),
-        heads, dim, block_cache.shape[1], ratio, dot, group, max(triton.next_power_of_2(dim), 16), **config,
+        heads, dim, block_cache.shape[1], ratio, dot, precision(q.device), group,
+        max(triton.next_power_of_2(dim), 16), **config,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from tokenspeed_kernels.triton.attention_parts import (
     combine,
     operand,
     partials,
+    precision,
     product_dtype,
     sequence_of,
     softmax_step,
@@ -42,7 +43,7 @@ def _place(
     key = block * RATIO + o_key % RATIO
     wanted = (o_key < end) & (block >= 0) & (key <= position)
     page = tl.load(p_table + key // PAGE, mask=wanted, other=-1).to(tl.int64)
-    return page, key % PAGE
+    return page, (key % PAGE).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["seqs", "tokens", "splits"])
@@ -78,6 +79,7 @@ def _sparse_attention(
     RATIO: tl.constexpr,
     TOP_K: tl.constexpr,
     DOT: tl.constexpr,  # dtype of the products' operands
+    PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,  # whether outputs are partial, their LSE in base 2
     BD: tl.constexpr,
     BM: tl.constexpr,
@@ -128,7 +130,7 @@ def _sparse_attention(
         mask = cached[:, None] & (o_d < DIM)[None, :]
         k = tl.load(p_k, mask=mask, other=0.0).to(DOT)
         v = tl.load(p_v, mask=mask, other=0.0).to(DOT)
-        peak, total, acc = softmax_step(q, k, v, cached[None, :], peak, total, acc, factor, True)
+        peak, total, acc = softmax_step(q, k, v, cached[None, :], peak, total, acc, factor, True, PRECISION)
         page, row = next_page, next_row
 
     some = total > 0
@@ -150,13 +152,13 @@ def _sparse_attention(
 
 def _space(dims: Dims) -> Iterable[Config]:
     if dims["bytes"] == 4:
-        return [_config(32, 4, 2, 4)]
+        return [_config(bn, 8, 2, 4) for bn in (32, 64)]
     tiles = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (32, 4, 4))
     return [_config(*tile, waves) for tile in tiles for waves in (2, 4, 8)]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    return _config(64 if dims["bytes"] < 4 else 32, 4, 2, 4)
+    return _config(64, 4, 2, 4) if dims["bytes"] < 4 else _config(32, 8, 2, 4)
 
 
 def _config(bn: int, warps: int, stages: int, waves: int) -> Config:
@@ -199,7 +201,7 @@ def sparse_attention(
     _sparse_attention[(tokens * kv_heads, splits)](
         q, k_cache, v_cache, page_table, blocks, cu_seqlens, seq_lens, k_scale, v_scale, parts, lses,
         scale, page_table.shape[0], tokens, splits, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        page_table.stride(0), heads, kv_heads, dim, page, ratio, top_k, dot, splits > 1,
+        page_table.stride(0), heads, kv_heads, dim, page, ratio, top_k, dot, precision(q.device), splits > 1,
         max(triton.next_power_of_2(dim), 16), max(triton.next_power_of_2(heads // kv_heads), 16), **config,
     )  # fmt: skip
     if splits > 1:

@@ -25,7 +25,7 @@ _SCORES = 1 << 23
 """Scores that lie in memory at a time in `select_blocks`: 32 MiB, which stay in the L2 of the larger devices."""
 
 
-@triton.jit(do_not_specialize=["width", "parts"])
+@triton.jit(do_not_specialize=["parts"])
 def _topk(
     score_ptr,  # [rows, width]
     id_ptr,  # [rows, width], or none: the places
@@ -94,7 +94,7 @@ def _choose(scores: Tensor, top_k: int, out: Tensor, reach: Tensor | None) -> No
     ids: Tensor | None = None
     kept = triton.next_power_of_2(top_k)
     while True:
-        config = TOPK.pick(scores.device, width=min(max(bucket(width), 256), 1 << 16), top_k=kept)
+        config = TOPK.pick(scores.device, width=min(max(bucket(width), 256), 1 << 14), top_k=kept)
         parts = triton.cdiv(width, config["BLOCK"])
         best, best_scores = out, None
         if parts > 1:
