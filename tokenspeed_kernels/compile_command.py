@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,16 @@ Evidence = Annotated[Path | None, typer.Option("--evidence", help="Record into t
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="So many processes.")]
 
 
+@dataclass(frozen=True)
+class Task:
+    """A kernel by name, an arch, and where to record what comes of it, if at all (None: the user's evidence)."""
+
+    kernel: str
+    arch: str
+    record: bool
+    evidence: Path | None
+
+
 def compile_kernels(
     arch: Annotated[str, typer.Option(help="Archs of the table, separated by commas.")],
     op: Ops = None,
@@ -33,8 +43,9 @@ def compile_kernels(
 ) -> None:
     """Compiles each kernel for ARCH at its op's model shapes; exit code 1 where one does not compile."""
     archs = [known_platform(name).arch for name in arch.split(",")]
+    records = record or evidence is not None
     tasks = [
-        (kernel.name, name)
+        Task(kernel.name, name, records, evidence)
         for kernel in chosen_kernels(op, backend)
         for name in archs
         if kernel.compiler is not None
@@ -44,20 +55,20 @@ def compile_kernels(
     if not tasks:
         raise UnknownNameError("no kernel to compile: the filters leave none with a compiler for these archs")
     rows = [row for found in each(compile_one, tasks, "compile", jobs) for row in found]
-    if record or evidence:
-        for name, target in tasks:
-            _record(name, target, [row for row in rows if (row["kernel"], row["arch"]) == (name, target)], evidence)
     print_rows(rows, "compiled", as_json)
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
 
 
-def compile_one(task: tuple[str, str]) -> list[dict[str, Any]]:
-    """Rows of one kernel, by name, for one arch."""
-    name, target = task
-    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
-    platform = known_platform(target)
-    return compile_ahead(kernel, platform, planned_calls(default_registry.contract(kernel.op), kernel, platform))
+def compile_one(task: Task) -> list[dict[str, Any]]:
+    """Rows of one kernel for one arch, recorded at once: all of them together take long."""
+    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == task.kernel)
+    platform = known_platform(task.arch)
+    calls = planned_calls(default_registry.contract(kernel.op), kernel, platform)
+    rows = compile_ahead(kernel, platform, calls)
+    if task.record and rows and all(row["ok"] for row in rows):
+        _record(kernel, task, rows)
+    return rows
 
 
 def compile_ahead(kernel: Kernel, platform: Platform, calls: Sequence[KernelCall]) -> list[dict[str, Any]]:
@@ -80,15 +91,11 @@ def _compiles(backend: str) -> bool:
     return any(s.name == backend and s.plugin is not None and s.plugin.compile for s in default_registry.plugins())
 
 
-def _record(name: str, target: str, rows: list[dict[str, Any]], folder: Path | None) -> None:
-    if not rows or not all(row["ok"] for row in rows):
-        return
-    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
+def _record(kernel: Kernel, task: Task, rows: list[dict[str, Any]]) -> None:
     kept = ("config", "registers", "spills", "shared_bytes", "instructions")
     facts = {**facts_now(), "configs": [{key: row[key] for key in kept} for row in rows]}
-    found = Record(name, kernel.source_hash, target, compiler_version(kernel))
-    found = replace(found, proofs={Level.COMPILED: facts})
-    if folder is None:
+    found = Record(kernel.name, kernel.source_hash, task.arch, compiler_version(kernel), {Level.COMPILED: facts})
+    if task.evidence is None:
         default_registry.record(found)
     else:
-        write_record(folder, found)
+        write_record(task.evidence, found)

@@ -144,6 +144,8 @@ mla_decode = CaseSet(
         *(_DEEPSEEK | {"q_len": q_len, "outlier": True, "batch": 2} for q_len in (1, 2, 4, 8)),
         *(_DEEPSEEK | {"longest": longest, "q_len": 4, "batch": 2} for longest in (0, 1, 59, 60, 61, 196)),
         _DEEPSEEK | {"short": True, "batch": 6, "q_len": 2},
+        # So many rows that no device splits the keys, and keys enough for kernels that read long runs in another way.
+        _DEEPSEEK | {"batch": 6, "q_len": 8, "heads": 128, "longest": 700},
         _DEEPSEEK | {"strided": 1, "heads": 16},
         _DEEPSEEK | {"dtype": torch.float16, "heads": 16},
         _DEEPSEEK | {"page": 32, "heads": 16},

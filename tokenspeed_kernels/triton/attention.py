@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tokenspeed_kernels import attention
 from tokenspeed_kernels.triton.attention_parts import (
+    attend_pages,
     combine,
     operand,
     partials,
     precision,
     product_dtype,
     sequence_of,
-    softmax_step,
     split_count,
 )
 from tokenspeed_kernels.triton.declare import portable
@@ -102,48 +102,6 @@ def kv_cache_write(
 
 LEAST = 2
 """Tiles of keys that a split has at least."""
-
-
-@triton.jit
-def _rows_of(
-    cache_ptr, page, row, i_head, cached, page_stride, row_stride, head_stride, DIM: tl.constexpr, BD: tl.constexpr,
-    PER_TILE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Rows [BN, BD] of a head; `page` is one `PER_TILE` or one a row."""
-    o_d = tl.arange(0, BD)
-    place = page * page_stride + i_head * head_stride
-    offset = row[:, None] * row_stride + o_d[None, :]
-    p_rows = cache_ptr + place + offset if PER_TILE else (cache_ptr + place)[:, None] + offset
-    if MASKED or BD != DIM:
-        return tl.load(p_rows, mask=cached[:, None] & (o_d < DIM)[None, :], other=0.0)
-    return tl.load(p_rows)
-
-
-@triton.jit
-def _attend(
-    q, k_ptr, v_ptr, p_table, i_head, first, end, visible, peak, total, acc, scale,
-    k_page, k_row, k_head, v_page, v_row, v_head,
-    DIM: tl.constexpr, PAGE: tl.constexpr, DOT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The keys from `first` up to `end`; without `MASKED` they fill tiles and all rows see all."""
-    PER_TILE: tl.constexpr = PAGE % BN == 0
-    for i_key in range(first, end, BN):
-        o_key = i_key + tl.arange(0, BN)
-        cached = o_key < end
-        if PER_TILE:
-            page = tl.load(p_table + i_key // PAGE).to(tl.int64)
-            row = i_key % PAGE + tl.arange(0, BN)
-        else:
-            page = tl.load(p_table + o_key // PAGE, mask=cached, other=0).to(tl.int64)
-            row = o_key % PAGE
-        if WIDE:
-            row = row.to(tl.int64)
-        k = _rows_of(k_ptr, page, row, i_head, cached, k_page, k_row, k_head, DIM, BD, PER_TILE, MASKED).to(DOT)
-        v = _rows_of(v_ptr, page, row, i_head, cached, v_page, v_row, v_head, DIM, BD, PER_TILE, MASKED).to(DOT)
-        seen = (o_key[None, :] < visible[:, None]) & cached[None, :]
-        peak, total, acc = softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED, PRECISION)
-    return peak, total, acc
 
 
 @triton.jit(do_not_specialize=["seqs", "tokens", "splits"])
@@ -231,11 +189,11 @@ def _paged_attention(
     whole = tl.minimum(length - count + 1 + i_row // GROUP, end) - first
     edge = first + tl.maximum(whole, 0) // BN * BN
     p_table = table_ptr + i_seq.to(tl.int64) * table_seq
-    peak, total, acc = _attend(
+    peak, total, acc = attend_pages(
         q, k_ptr, v_ptr, p_table, i_head, first, edge, visible, peak, total, acc, factor,
         k_page, k_row, k_head, v_page, v_row, v_head, DIM, PAGE, DOT, BD, BN, PRECISION, WIDE, False,
     )  # fmt: skip
-    peak, total, acc = _attend(
+    peak, total, acc = attend_pages(
         q, k_ptr, v_ptr, p_table, i_head, edge, end, visible, peak, total, acc, factor,
         k_page, k_row, k_head, v_page, v_row, v_head, DIM, PAGE, DOT, BD, BN, PRECISION, WIDE, True,
     )  # fmt: skip
@@ -269,8 +227,9 @@ def _space(dims: Dims) -> Iterable[Config]:
 def _default(platform: Platform, dims: Dims) -> Config:
     if dims["bytes"] == 4:
         return _config(dims["rows"], 32, 8, 2, 4)
-    bm, bn, warps, stages = (128, 64, 8, 2) if dims["rows"] > 64 else (dims["rows"], 32, 4, 3)
-    return _config(bm, bn, warps, stages, 4)
+    if dims["rows"] > 64:
+        return _config(dims["rows"], 64, 8, 2, 4)
+    return _config(dims["rows"], 64 if dims["rows"] <= 32 else 32, 4, 2 if platform.vendor == "amd" else 3, 4)
 
 
 def _config(bm: int, bn: int, warps: int, stages: int, waves: int) -> Config:

@@ -53,6 +53,48 @@ def softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED: tl.constexpr, P
 
 
 @triton.jit
+def _rows_of(
+    cache_ptr, page, row, i_head, cached, page_stride, row_stride, head_stride, DIM: tl.constexpr, BD: tl.constexpr,
+    PER_TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Rows [BN, BD] of a head; `page` is one `PER_TILE` or one a row."""
+    o_d = tl.arange(0, BD)
+    place = page * page_stride + i_head * head_stride
+    offset = row[:, None] * row_stride + o_d[None, :]
+    p_rows = cache_ptr + place + offset if PER_TILE else (cache_ptr + place)[:, None] + offset
+    if MASKED or BD != DIM:
+        return tl.load(p_rows, mask=cached[:, None] & (o_d < DIM)[None, :], other=0.0)
+    return tl.load(p_rows)
+
+
+@triton.jit
+def attend_pages(
+    q, k_ptr, v_ptr, p_table, i_head, first, end, visible, peak, total, acc, scale,
+    k_page, k_row, k_head, v_page, v_row, v_head,
+    DIM: tl.constexpr, PAGE: tl.constexpr, DOT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The keys from `first` up to `end`; without `MASKED` they fill tiles and all rows see all."""
+    PER_TILE: tl.constexpr = PAGE % BN == 0
+    for i_key in range(first, end, BN):
+        o_key = i_key + tl.arange(0, BN)
+        cached = o_key < end
+        if PER_TILE:
+            page = tl.load(p_table + i_key // PAGE).to(tl.int64)
+            row = i_key % PAGE + tl.arange(0, BN)
+        else:
+            page = tl.load(p_table + o_key // PAGE, mask=cached, other=0).to(tl.int64)
+            row = o_key % PAGE
+        if WIDE:
+            row = row.to(tl.int64)
+        k = _rows_of(k_ptr, page, row, i_head, cached, k_page, k_row, k_head, DIM, BD, PER_TILE, MASKED).to(DOT)
+        v = _rows_of(v_ptr, page, row, i_head, cached, v_page, v_row, v_head, DIM, BD, PER_TILE, MASKED).to(DOT)
+        seen = (o_key[None, :] < visible[:, None]) & cached[None, :]
+        peak, total, acc = softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED, PRECISION)
+    return peak, total, acc
+
+
+@triton.jit
 def operand(q, DOT: tl.constexpr):
     """Queries [BM, BD] in the dtype of the products and what their scores are to be multiplied by, [BM, 1].
 

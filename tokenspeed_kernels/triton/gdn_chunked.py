@@ -32,7 +32,8 @@ from tokenspeed_registry.platform import Platform
 def _both(high, low, PARTS: tl.constexpr):  # [BV, C] each, to [BV, PARTS C]
     if PARTS == 1:
         return high
-    return tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), [high.shape[0], 2 * high.shape[1]])
+    else:
+        return tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), [high.shape[0], 2 * high.shape[1]])
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def _default_replay(platform: Platform, dims: Dims) -> Config:
     """Small tiles fill a chip with one request; large ones do what every tile does, such as the norms, less often."""
     if dims["batch"] <= _FEW:
         return {**tile(dims, 1024, 1), "AHEAD": min(dims["q_len"], 4)}
-    return {**(tile(dims, 2048, 1) if dims["batch"] < 32 else tile(dims, 8192, 2)), "AHEAD": 1}
+    return {**tile(dims, 2048 if dims["batch"] < 32 else 4096, 1), "AHEAD": 1}
 
 
 VERIFY = Tunable("gdn_verify", _space, lambda platform, dims: {**tile(dims, 2048, 1), "AHEAD": 1})

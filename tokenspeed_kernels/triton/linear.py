@@ -6,6 +6,9 @@ stay in the cache.
 Parts: for few tokens and outputs. The call takes as long as the weight takes to arrive, and tiles alone would occupy
 too little of the device for that. Each warp sums over inputs of its own, as one of a batch of products, and the program
 adds up the warps at the end, always in the same order: more bytes are under way without a second launch.
+
+Operands of two dtypes are multiplied as float32, which has no fast product. A float32 weight beside an x in bfloat16, a
+router's, is split into three bfloat16 numbers instead, whose sum it is: three fast products, none of them rounded.
 """
 
 from collections.abc import Iterator
@@ -77,6 +80,7 @@ def _tile(
     x_stride,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -88,9 +92,15 @@ def _tile(
     for i_step in range((IN + BLOCK_K - 1) // BLOCK_K):
         b_x = load_step(x_ptr + o_m * x_stride, o_m < tokens, i_step, IN, BLOCK_K)  # [BM, BK]
         b_w = load_step(w_ptr + o_n * IN, o_n < OUT, i_step, IN, BLOCK_K)  # [BN, BK]
-        if b_x.dtype != b_w.dtype:
-            b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
-        b_sum = tl.dot(b_x, tl.trans(b_w), b_sum, input_precision="ieee")
+        if SPLIT:
+            for _ in tl.static_range(3):
+                b_high = b_w.to(tl.bfloat16)
+                b_sum = tl.dot(b_x, tl.trans(b_high), b_sum)
+                b_w -= b_high.to(tl.float32)
+        else:
+            if b_x.dtype != b_w.dtype:
+                b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
+            b_sum = tl.dot(b_x, tl.trans(b_w), b_sum, input_precision="ieee")
     if bias_ptr is not None:
         b_sum += _load_bias(bias_ptr, o_n, OUT)
     store_tile(b_sum, o_ptr, o_m, o_n, tokens, OUT)
@@ -106,6 +116,7 @@ def _parts(
     x_stride,
     OUT: tl.constexpr,
     IN: tl.constexpr,
+    SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,9 +128,15 @@ def _parts(
     for i_step in range((IN + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)):
         b_x = load_parts(x_ptr + o_m * x_stride, o_m < tokens, i_step, IN, BLOCK_K, PARTS)  # [P, BM, BK]
         b_w = load_parts(w_ptr + o_n * IN, o_n < OUT, i_step, IN, BLOCK_K, PARTS)  # [P, BN, BK]
-        if b_x.dtype != b_w.dtype:
-            b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
-        b_sum = tl.dot(b_w, tl.permute(b_x, (0, 2, 1)), b_sum, input_precision="ieee")
+        if SPLIT:
+            for _ in tl.static_range(3):
+                b_high = b_w.to(tl.bfloat16)
+                b_sum = tl.dot(b_high, tl.permute(b_x, (0, 2, 1)), b_sum)
+                b_w -= b_high.to(tl.float32)
+        else:
+            if b_x.dtype != b_w.dtype:
+                b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
+            b_sum = tl.dot(b_w, tl.permute(b_x, (0, 2, 1)), b_sum, input_precision="ieee")
     b_sum = tl.trans(tl.sum(b_sum, 0))
     if bias_ptr is not None:
         b_sum += _load_bias(bias_ptr, o_n, OUT)
@@ -145,21 +162,27 @@ def programs(tokens: int, outputs: int, config: Config) -> tuple[int]:
 
 def _space(dims: Dims) -> Iterator[Config]:
     tokens = dims["tokens"]
-    if dims["bytes"] == 4:
-        yield parts(16, 16, 32, 4, 4, 2)
+    if dims["split"]:
+        yield parts(min(tokens, 32), 16, 64, 4, 4, 3)
+        yield parts(min(tokens, 32), 16, 128, 4, 4, 2)
+        yield parts(16, 16, 64, 8, 8, 3)
+        yield tiles(64, 64, 64, 4, 3)
+    elif dims["bytes"] == 4:
+        yield parts(16, 16, 32, 8, 8, 2)
         yield tiles(32, 32, 32, 4, 2)
         yield tiles(32, 64, 32, 4, 2)
     elif tokens <= 16:
-        yield parts(tokens, 16, 128, 4, 4, 4)
         yield parts(tokens, 16, 128, 4, 4, 3)
-        yield parts(tokens, 32, 64, 4, 4, 4)
         yield parts(tokens, 16, 64, 4, 4, 4)
+        yield parts(tokens, 16, 64, 4, 4, 6)
+        yield parts(tokens, 32, 64, 4, 4, 4)
         yield tiles(16, 16, 256, 2, 3)
         yield tiles(16, 32, 128, 4, 4)
         yield tiles(16, 32, 128, 4, 5)
     elif tokens <= 64:
         yield parts(tokens, 32, 64, 4, 4, 3)
         yield tiles(64, 32, 128, 4, 4)
+        yield tiles(64, 64, 64, 4, 4)
         yield tiles(64, 64, 128, 4, 4)
     else:
         yield tiles(64, 128, 64, 4, 4)
@@ -170,18 +193,21 @@ def _space(dims: Dims) -> Iterator[Config]:
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    amd = platform.vendor == "amd"
+    amd, tokens = platform.vendor == "amd", dims["tokens"]
+    if dims["split"]:
+        few = parts(16 if amd else min(tokens, 32), 16, 64, 4, 4, 2 if amd else 3)
+        return few if tokens <= 64 else tiles(64, 64, 64, 4, 2 if amd else 3)
     if dims["bytes"] == 4:
-        return parts(16, 16, 32, 4, 4, 2) if dims["tokens"] <= 64 and dims["out"] <= 4096 else tiles(32, 64, 32, 4, 2)
-    if dims["tokens"] <= 16:
+        return parts(16, 16, 32, 8, 8, 2) if tokens <= 64 and dims["out"] <= 4096 else tiles(32, 64, 32, 4, 2)
+    if tokens <= 16:
         if dims["out"] > 8192:
             return tiles(16, 32, 128, 4, 2 if amd else 4)
-        return parts(16 if amd else dims["tokens"], 16, 128, 4, 4, 2 if amd else 4)
-    if dims["tokens"] <= 64:
-        return tiles(64, 32, 128, 4, 2 if amd else 4)
+        return parts(16 if amd else tokens, 16, 128, 4, 4, 2 if amd else 3)
+    if tokens <= 64:
+        return tiles(64, 64, 64, 4, 2 if amd else 4)
     if amd:
         return tiles(128, 128, 64, 8, 2)
-    return tiles(128, 128, 64, 8, 4) if dims["tokens"] <= 512 else tiles(128, 128, 64, 4, 3)
+    return tiles(128, 128, 64, 8, 4) if tokens <= 512 else tiles(128, 128, 64, 4, 3)
 
 
 LINEAR = Tunable("linear", _space, _default)
@@ -199,12 +225,13 @@ def linear(
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     out = torch.empty(tokens, outputs, dtype=dtype or x.dtype, device=x.device) if out is None else out
     if out.numel():
-        # Operands of two dtypes are multiplied as float32.
         width = x.element_size() if x.dtype == weight.dtype else 4
-        config = LINEAR.pick(x.device, tokens=token_bucket(tokens), out=outputs, **{"in": inputs}, bytes=width)
+        split = x.dtype == torch.bfloat16 and weight.dtype == torch.float32
+        dims = {"tokens": token_bucket(tokens), "out": outputs, "in": inputs, "bytes": width, "split": int(split)}
+        config = LINEAR.pick(x.device, **dims)
         kernel = _tile if config["PARTS"] == 1 else _parts
         kernel[programs(tokens, outputs, config)](
-            x, weight, bias, out, tokens, x.stride(0), outputs, inputs, GROUP, **config
+            x, weight, bias, out, tokens, x.stride(0), outputs, inputs, split, GROUP, **config
         )
     return out
 

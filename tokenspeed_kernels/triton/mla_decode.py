@@ -104,8 +104,8 @@ def _attend(
     PDL: tl.constexpr,
 ):
     ONE_PAGE: tl.constexpr = PAGE % BLOCK_N == 0
-    # Behind descriptors little is left; half a tile spares the registers of its addresses.
-    TAIL_N: tl.constexpr = BLOCK_N // 4 if DESCRIPTORS else BLOCK_N
+    # Behind descriptors less than a tile is left: small tiles spare the registers of their addresses.
+    TAIL_N: tl.constexpr = 16 if DESCRIPTORS else BLOCK_N
     ROWS: tl.constexpr = HEADS * Q_LEN
     GROUPS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     # Row groups of one run are neighbours: they read the same keys, through the L2 cache.
@@ -158,7 +158,7 @@ def _attend(
     o_n = tl.arange(0, TAIL_N)
     if ONE_PAGE:
         b_page = tl.load(p_table + followed // PAGE, mask=followed < end, other=0)
-    for i_key in range(followed, end, TAIL_N):
+    for i_key in tl.range(followed, end, TAIL_N, num_stages=4 if DESCRIPTORS else None):
         o_key = i_key + o_n
         live = (o_key < end)[:, None]
         if ONE_PAGE:
@@ -258,8 +258,9 @@ def _default(platform: Platform, dims: Dims) -> Config:
         return _config(16 if few else 32, 32, 4, 1)
     if few:
         return _config(16, 32, 4, 3, True) if dims["cached_bytes"] == 1 else _config(16, 64, 4, 3)
-    # The running sum of 64 rows does not fit the registers beside tensor memory's traffic.
-    return _config(32, 32, 8, 2) if "tensor_memory" in platform.features else _config(64, 64, 8, 2)
+    if "tensor_memory" in platform.features:  # whose traffic takes the registers that the sum of 64 rows needs
+        return _config(32, 32, 8, 2)
+    return _config(64, 64, 8, 2, dims["cached_bytes"] > 1)
 
 
 def _config(rows: int, tile: int, warps: int, stages: int, descriptors: bool = False) -> Config:
@@ -327,7 +328,7 @@ def mla_decode(
     if splits > 1:
         part = torch.empty(batch, splits, rows, latent, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(batch, splits, rows, dtype=torch.float32, device=q.device)
-    config, latents, ropes = _described(config, kv_cache, latent)
+    config, latents, ropes = _described(config, kv_cache, latent, max_pages * page // splits)
     overlap = "programmatic_launch" in platform_for(q.device).features and not interpreted()
     _attend[(batch * splits * groups,)](
         q,
@@ -359,7 +360,7 @@ def mla_decode(
     if splits > 1:
         # Starts while the last runs are written, and waits for them.
         early = {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}
-        width = min(triton.next_power_of_2(latent), COMBINE_WIDTH)
+        width = min(triton.next_power_of_2(latent), 64)
         _combine[(batch * rows, -(-latent // width))](
             part,
             part_lse,
@@ -371,24 +372,23 @@ def mla_decode(
             latent,
             tile,
             width,
-            min(bucket(splits), COMBINE_RUNS),
-            num_warps=COMBINE_WARPS,
+            min(bucket(splits), 64),
+            num_warps=2 if splits > 16 else 1,
             **early,
         )
     return attended, lse
 
 
-COMBINE_WIDTH, COMBINE_RUNS, COMBINE_WARPS = 64, 64, 2
-
-
-def _described(config: Config, kv_cache: Tensor, latent: int) -> tuple[Config, Any, Any]:
-    """Descriptors of the cache's rows for latents and rotated keys, where the config wants them and the cache fits."""
+def _described(config: Config, kv_cache: Tensor, latent: int, run: int) -> tuple[Config, Any, Any]:
+    """Descriptors of the cache's rows for latents and rotated keys, where the config wants them, the cache fits, and
+    runs are so long that the fetch of a descriptor pays."""
     pages, page, qk = kv_cache.shape
     rope, tile, bytes_ = qk - latent, config["BLOCK_N"], kv_cache.element_size()
     page_stride, row_stride, _ = kv_cache.stride()
     rows = (pages - 1) * (page_stride // max(row_stride, 1)) + page
     fits = (
         config["DESCRIPTORS"]
+        and run > 8 * tile
         and page % tile == 0
         and 0 < rows < 1 << 31
         and latent == triton.next_power_of_2(latent)

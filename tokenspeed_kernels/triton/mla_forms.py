@@ -262,9 +262,6 @@ def _read(
     tl.store(p_o, b_row.to(o_ptr.dtype.element_ty), mask=inside[:, None] & (o_d < QK)[None, :])
 
 
-READ = 32, 64
-
-
 @portable(mla_forms.mla_cache_read)
 def mla_cache_read(
     kv_cache: Tensor,
@@ -280,8 +277,8 @@ def mla_cache_read(
     page, qk = kv_cache.shape[1:]
     cached = torch.empty(rows, qk, dtype=dtype, device=kv_cache.device) if out is None else out
     if cached.numel():
-        height, most = READ
-        width = min(triton.next_power_of_2(qk), most)
+        width = min(triton.next_power_of_2(qk), 1024)
+        height = 4096 // width
         _read[(-(-rows // height), -(-qk // width))](
             kv_cache,
             page_table,

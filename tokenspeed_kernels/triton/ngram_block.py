@@ -63,8 +63,9 @@ def _ngram_gate(
         root = tl.sqrt(tl.maximum(tl.abs(score), LEAST))
         root = tl.where(score > 0, root, tl.where(score < 0, -root, score))
         gate = tl.sigmoid(root)
+        conv_factor = gate / tl.sqrt(gate * gate * (tl.sum(value * value) / DIM) + eps)
         gated = gate * value
-        conv_input = gated / tl.sqrt(gate * gate * (tl.sum(value * value) / DIM) + eps) * w_conv
+        conv_input = conv_factor * value * w_conv
         tl.store(gated_ptr + i_row + o_d, gated.to(gated_ptr.dtype.element_ty), mask=o_d < DIM)
         tl.store(conv_ptr + i_row + o_d, conv_input.to(conv_ptr.dtype.element_ty), mask=o_d < DIM)
 

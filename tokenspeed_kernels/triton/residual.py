@@ -1,4 +1,4 @@
-"""Gated residual: of few tokens by `residual_few`, of many by `residual_many`."""
+"""Gated residual: of few tokens by `residual_few`, of some hundred by `residual_many`, above by `residual_library`."""
 
 import torch
 import triton

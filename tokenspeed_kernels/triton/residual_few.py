@@ -23,7 +23,7 @@ from tokenspeed_kernels.triton.device import bucket, platform_for
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 
-FEW = 64
+FEW = 32
 
 
 @triton.jit
@@ -32,58 +32,6 @@ def injected(x, y, gate, INJECTED: tl.constexpr):
     if INJECTED:
         x = (x.to(tl.float32) + gate * y.to(tl.float32)).to(x.dtype)
     return x.to(tl.float32)
-
-
-@triton.jit
-def _split_products(
-    x_ptr,
-    y_ptr,
-    norm_ptr,
-    w_ptr,  # [ROWS, STREAMS * HIDDEN]
-    share,
-    o_t,
-    alive,
-    o_r,
-    i_stream,
-    first,
-    STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    INJECTED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADROOM: tl.constexpr,
-):
-    """Over a split's columns: x (1 + w) times rows `o_r` of W, and x squared."""
-    WIDE: tl.constexpr = STREAMS * HIDDEN
-    RAGGED: tl.constexpr = COLUMNS % BLOCK != 0 or HIDDEN % COLUMNS != 0
-    o_b = tl.arange(0, BLOCK)
-    p_x = x_ptr + o_t[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
-    p_y = y_ptr + o_t[:, None] * HIDDEN + first + o_b[None, :]
-    # The same for every token; a tile of its own, so that its layout is that of x.
-    p_norm = norm_ptr + i_stream * HIDDEN + first + o_b[None, :] + 0 * o_t[:, None]
-    p_w = w_ptr + o_r[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
-    has_row = tl.full((TILE, 1), True, tl.int1)
-    if ROWS % TILE != 0:
-        has_row = (o_r < ROWS)[:, None]
-    squares = tl.zeros(o_t.shape, tl.float32)
-    products = tl.zeros((o_t.shape[0], TILE), tl.float32)
-    for start in range(0, COLUMNS, BLOCK):
-        inside = tl.full((1, BLOCK), True, tl.int1)
-        if RAGGED:
-            inside = ((start + o_b < COLUMNS) & (first + start + o_b < HIDDEN))[None, :]
-        b_x = tl.load(p_x + start, mask=alive & inside, other=0.0)  # [TOKENS, BLOCK]
-        if INJECTED:
-            b_n = injected(b_x, tl.load(p_y + start, mask=alive & inside, other=0.0), share, True)
-        else:
-            b_n = b_x.to(tl.float32)
-        scale = 1.0 + tl.load(p_norm + start, mask=inside, other=0.0).to(tl.float32)
-        squares += tl.sum(b_n * b_n, 1)
-        b_a = (b_n * (scale * HEADROOM)).to(b_x.dtype)
-        b_w = tl.load(p_w + start, mask=has_row & inside, other=0.0)  # [ranks, BLOCK]
-        products = tl.dot(b_a, tl.trans(b_w.to(b_x.dtype)), products, input_precision="ieee")
-    return products / HEADROOM, squares
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -116,30 +64,55 @@ def _down(
     i_stream = i_split // SPLITS
     first = (i_split % SPLITS) * COLUMNS
     o_t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    o_b = tl.arange(0, BLOCK)
+    o_r = i_rank * RANKS + tl.arange(0, RANKS)
+    o_g = tl.arange(0, GATE_BLOCK)
     alive = (o_t < tokens)[:, None]
-    RANK_TILES: tl.constexpr = (RANK + RANKS - 1) // RANKS
+    has_rank = tl.full((RANKS, 1), True, tl.int1)
+    if RANK % RANKS != 0:
+        has_rank = (o_r < RANK)[:, None]
+    # One program of a split does the gates; for all others these loads and products are of nothing.
+    has_gate = (o_g + i_rank * GATE_BLOCK < GATES)[:, None]
+    WIDE: tl.constexpr = STREAMS * HIDDEN
+    RAGGED: tl.constexpr = COLUMNS % BLOCK != 0 or HIDDEN % COLUMNS != 0
     # What is left of float16's range after the norm's weight: without the norm's factor, values may be large.
     HEADROOM: tl.constexpr = 0.25 if x_ptr.dtype.element_ty == tl.float16 else 1.0
+
+    p_x = x_ptr + o_t[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
+    p_y = y_ptr + o_t[:, None] * HIDDEN + first + o_b[None, :]
+    p_norm = norm_ptr + i_stream * HIDDEN + first + o_b[None, :]
+    p_w = down_ptr + o_r[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
+    p_g = w_inject_ptr + o_g[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
     share = 0.0
     if INJECTED:
         share = tl.load(inject_ptr + o_t * STREAMS + i_stream, mask=o_t < tokens, other=0.0)[:, None]
+    squares = tl.zeros((TOKENS,), tl.float32)
+    products = tl.zeros((TOKENS, RANKS), tl.float32)
+    of_gates = tl.zeros((TOKENS, GATE_BLOCK), tl.float32)
+    for start in range(0, COLUMNS, BLOCK):
+        inside = tl.full((1, BLOCK), True, tl.int1)
+        if RAGGED:
+            inside = ((start + o_b < COLUMNS) & (first + start + o_b < HIDDEN))[None, :]
+        b_x = tl.load(p_x + start, mask=alive & inside, other=0.0)  # [TOKENS, BLOCK]
+        if INJECTED:
+            b_n = injected(b_x, tl.load(p_y + start, mask=alive & inside, other=0.0), share, True)
+        else:
+            b_n = b_x.to(tl.float32)
+        scale = 1.0 + tl.load(p_norm + start, mask=inside, other=0.0).to(tl.float32)
+        squares += tl.sum(b_n * b_n, 1)
+        b_a = (b_n * (scale * HEADROOM)).to(b_x.dtype)
+        b_w = tl.load(p_w + start, mask=has_rank & inside, other=0.0)  # [RANKS, BLOCK]
+        products = tl.dot(b_a, tl.trans(b_w.to(b_x.dtype)), products, input_precision="ieee")
+        if GATES:
+            b_g = tl.load(p_g + start, mask=has_gate & inside, other=0.0)
+            of_gates = tl.dot(b_a, tl.trans(b_g), of_gates, input_precision="ieee")
+
     p_p = partial_ptr + (i_split * tokens + o_t[:, None]) * WIDTH
-    if i_rank < RANK_TILES:
-        o_r = i_rank * RANKS + tl.arange(0, RANKS)
-        products, squares = _split_products(
-            x_ptr, y_ptr, norm_ptr, down_ptr, share, o_t, alive, o_r, i_stream, first,
-            STREAMS, HIDDEN, RANK, RANKS, INJECTED, COLUMNS, BLOCK, HEADROOM,
-        )  # fmt: skip
-        tl.store(p_p + o_r[None, :], products, mask=alive & (o_r < RANK)[None, :])
-        if i_rank == 0:
-            tl.store(p_p + WIDTH - 1, squares[:, None], mask=alive)
-    elif GATES:
-        o_g = tl.arange(0, GATE_BLOCK)
-        of_gates, _ = _split_products(
-            x_ptr, y_ptr, norm_ptr, w_inject_ptr, share, o_t, alive, o_g, i_stream, first,
-            STREAMS, HIDDEN, GATES, GATE_BLOCK, INJECTED, COLUMNS, BLOCK, HEADROOM,
-        )  # fmt: skip
-        tl.store(p_p + RANK + o_g[None, :], of_gates, mask=alive & (o_g < GATES)[None, :])
+    tl.store(p_p + o_r[None, :], products / HEADROOM, mask=alive & (o_r < RANK)[None, :])
+    if i_rank == 0:
+        tl.store(p_p + WIDTH - 1, squares[:, None], mask=alive)
+        if GATES:
+            tl.store(p_p + RANK + o_g[None, :], of_gates / HEADROOM, mask=alive & (o_g < GATES)[None, :])
 
 
 @triton.jit
@@ -295,29 +268,27 @@ def _down_config(tokens: int, ranks: int, splits: int, block: int, warps: int, s
 
 
 def _down_space(dims: Dims) -> list[Config]:
-    tiles = [(64, 10, 128, 4, 2), (64, 10, 128, 4, 3), (32, 10, 128, 4, 2), (64, 20, 128, 4, 1), (32, 20, 128, 4, 1)]
-    tiles += [(64, 10, 256, 4, 1), (32, 10, 256, 4, 1), (64, 10, 64, 4, 4)]
-    rows = [max(16, min(dims["tokens"], 32))]
-    rows += [64] if dims["tokens"] > 32 else []
-    return [_down_config(row, *tile) for row in rows for tile in tiles]
+    rows = max(16, min(dims["tokens"], 32))
+    tiles = [(64, 10, 128, 4, 2), (64, 10, 128, 4, 3), (32, 10, 128, 4, 2), (32, 10, 128, 4, 3), (64, 5, 128, 4, 5)]
+    tiles += [(64, 20, 128, 4, 1), (32, 20, 128, 4, 1), (64, 10, 256, 4, 1), (32, 10, 256, 4, 1)]
+    return [_down_config(rows, *tile) for tile in tiles]
 
 
 def _down_default(platform: Platform, dims: Dims) -> Config:
     ranks = triton.next_power_of_2(max(dims["rank"], 16))
     if dims["hidden"] < 512 or dims["itemsize"] == 4:
         return _down_config(16, min(ranks, 16), triton.cdiv(dims["hidden"], 256), 64, 4, 1)
-    amd = platform.vendor == "amd"
     rows, splits = max(16, min(dims["tokens"], 32)), triton.cdiv(dims["hidden"], 256)
-    return _down_config(rows, min(ranks, 64), splits, 128, 4, 1 if amd else 2)
+    stages = 1 if platform.vendor == "amd" else 3 if rows == 16 else 2
+    return _down_config(rows, min(ranks, 64), splits, 128, 4, stages)
 
 
 DOWN = Tunable("residual_few_down", _down_space, _down_default)
 
 
 def _up_space(dims: Dims) -> list[Config]:
-    rows = [max(16, min(dims["tokens"], 32))]
-    rows += [64] if dims["tokens"] > 32 else []
-    return [{"TOKENS": t, "COLUMNS": c, "num_warps": w} for t in rows for c in (8, 16, 32) for w in (4, 8)]
+    rows = max(16, min(dims["tokens"], 32))
+    return [{"TOKENS": rows, "COLUMNS": c, "num_warps": w} for c in (8, 16, 32) for w in (4, 8)]
 
 
 def _up_default(platform: Platform, dims: Dims) -> Config:
@@ -371,8 +342,7 @@ def mix_few(
     columns = triton.cdiv(hidden, config["SPLITS"])
     config["SPLITS"] = splits = triton.cdiv(hidden, columns)
     partial = torch.empty(streams * splits, tokens, width, dtype=torch.float32, device=x.device)
-    rank_tiles = triton.cdiv(rank, config["RANKS"]) + (1 if gate_count else 0)
-    grid = (rank_tiles, streams * splits, triton.cdiv(tokens, config["TOKENS"]))
+    grid = (triton.cdiv(rank, config["RANKS"]), streams * splits, triton.cdiv(tokens, config["TOKENS"]))
     _down[grid](
         x,
         y,

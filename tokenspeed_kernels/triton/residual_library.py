@@ -1,11 +1,12 @@
-"""Gated residual of very many tokens: torch's matrix products, and elementwise passes between them."""
+"""Gated residual of thousands of tokens: torch's matrix products, and elementwise passes between them."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernels.triton.residual_many import activate, prepare
+from tokenspeed_kernels.triton.residual_many import activate
+from tokenspeed_kernels.triton.residual_prepare import prepare
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -32,7 +32,7 @@ ROOM = 256
 BEST = Tunable(
     "sampling_best",
     space=lambda dims: [{"TILE": tile, "num_warps": warps} for tile in (4096, 8192) for warps in (4, 8, 16)],
-    default=lambda platform, dims: {"TILE": 8192, "num_warps": 16},
+    default=lambda platform, dims: {"TILE": 8192, "num_warps": 8},
 )
 
 

@@ -158,7 +158,9 @@ def _space(dims: Dims) -> Iterable[Config]:
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    return _config(64, 4, 2, 4) if dims["bytes"] < 4 else _config(32, 8, 2, 4)
+    if dims["bytes"] == 4:
+        return _config(32, 8, 2, 4)
+    return _config(32, 4, 3 if dims["cached"] == 1 and platform.vendor != "amd" else 2, 8)
 
 
 def _config(bn: int, warps: int, stages: int, waves: int) -> Config:

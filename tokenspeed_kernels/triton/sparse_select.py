@@ -77,7 +77,7 @@ def _space(dims: Dims) -> Iterable[Config]:
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    return _config(min(dims["width"], max(8192, 4 * dims["top_k"])), 16)
+    return _config(min(dims["width"], max(4096, 4 * dims["top_k"])), 16)
 
 
 def _config(block: int, scores: int) -> Config:
