@@ -15,7 +15,7 @@ from tokenspeed_kernels.facts import facts_now
 from tokenspeed_kernels.parallel import each
 from tokenspeed_kernels.printing import Json, print_rows
 from tokenspeed_kernels.triton.device import interpreted
-from tokenspeed_kernels.triton.interpreter import interpretable_cases
+from tokenspeed_kernels.triton.interpreter import interpretable, interpretable_cases
 from tokenspeed_registry import Kernel, Platform, UnknownNameError, known_platform, present_platform
 from tokenspeed_registry.conformance import Report, check_kernel
 from tokenspeed_registry.evidence import compiler_version, write_record
@@ -68,7 +68,7 @@ def _arch(kernel: Kernel) -> str | None:
     if kernel.backend == "reference":
         return None
     if kernel.compiler == "triton" and interpreted():
-        return next(platform.arch for platform in _served(kernel))
+        return next(platform.arch for platform in _served(kernel)) if interpretable(kernel) else None
     here = present_platform()
     fits = kernel.requires.explain(here) is None and kernel.name not in default_registry.unusable
     return here.arch if fits else None

@@ -16,7 +16,7 @@ from tokenspeed_registry import trace
 OPS = {
     *("embedding", "linear", "residual_mix", "residual_inject", "residual_inject_mix"),
     *("ngram_embed", "ngram_gate", "ngram_inject", "causal_conv_prefill", "causal_conv_update"),
-    *("gdn_gates", "gdn_decode", "gdn_prefill", "gated_rms_norm", "grouped_rms_norm", "rope"),
+    *("gdn_inputs_prefill", "gdn_inputs_update", "gdn_decode", "gdn_prefill", "gated_rms_norm", "grouped_rms_norm", "rope"),
     *("kv_cache_write", "paged_attention", "sigmoid_mul", "moe_route", "moe_experts", "silu_mul"),
     *("index_cache_write", "select_blocks", "sparse_attention"),
 }
@@ -31,7 +31,7 @@ def test_every_op_runs_through_the_registry() -> None:
         harness.run(prefills=[(other, 7)])
     with trace() as sparse:
         harness.run(decodes=[text], prefills=[(third, 1)])
-    decoding = {"gdn_decode", "causal_conv_update"}
+    decoding = {"gdn_decode", "gdn_inputs_update", "causal_conv_update"}
     selecting = {"select_blocks", "sparse_attention"}
     assert {call.op for call in dense} == OPS - decoding - selecting
     assert {call.op for call in sparse} == OPS - {"paged_attention"}
@@ -41,7 +41,8 @@ def test_every_op_runs_through_the_registry() -> None:
     assert layers["moe_experts"] == len(BASE["layer_types"])
     assert layers["sparse_attention"] == layers["index_cache_write"] == kinds["full_attention"]
     assert layers["gdn_decode"] == layers["gdn_prefill"] == kinds["linear_attention"]
-    assert layers["causal_conv_update"] == kinds["linear_attention"] + len(BASE["ple_layer_ids"])
+    assert layers["gdn_inputs_update"] == layers["gdn_inputs_prefill"] == kinds["linear_attention"]
+    assert layers["causal_conv_update"] == len(BASE["ple_layer_ids"])
 
 
 def test_computes_by_ops_alone() -> None:

@@ -14,7 +14,7 @@ import torch
 import tokenspeed_kernels  # noqa: F401  declares the ops
 from tokenspeed_kernels.facts import facts_now
 from tokenspeed_kernels.triton.device import interpreted, planned_for
-from tokenspeed_kernels.triton.interpreter import interpretable_cases
+from tokenspeed_kernels.triton.interpreter import interpretable, interpretable_cases
 from tokenspeed_registry import known_platform
 from tokenspeed_registry.conformance import check_kernel
 from tokenspeed_registry.evidence import compiler_version, write_record
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(interpreted(), reason="not run: TRITON_INTERPRET must be 0"),
 ]
 CASES = 3
-KERNELS = [kernel.name for kernel in default_registry.kernels() if kernel.backend == "triton"]
+KERNELS = [kernel.name for kernel in default_registry.kernels() if kernel.backend == "triton" and interpretable(kernel)]
 EVIDENCE = os.environ.get("TOKENSPEED_EVIDENCE")
 """The folder to record into, if any."""
 

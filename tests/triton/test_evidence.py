@@ -3,6 +3,7 @@
 import pytest
 
 from tokenspeed_kernels import triton as backend
+from tokenspeed_kernels.triton.interpreter import interpretable
 from tokenspeed_registry import Kernel
 from tokenspeed_registry.evidence import read
 from tokenspeed_registry.record import Level, Record
@@ -33,6 +34,6 @@ def test_every_kernel_compiles_for_every_arch_on_both_compilers(kernel: Kernel, 
             assert not config["spills"], f"{config['config']} spills on {arch} under {compiler}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if interpretable(k)], ids=lambda kernel: kernel.name)
 def test_every_kernel_was_interpreted(kernel: Kernel) -> None:
     assert Level.INTERPRETED in shipped(kernel, "gfx950")["triton 3.9"].proofs

@@ -5,40 +5,35 @@ import torch
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
 from tokenspeed_kernels.triton.device import interpreted
-from tokenspeed_kernels.triton.interpreter import interpretable_cases
+from tokenspeed_kernels.triton.interpreter import interpretable, interpretable_cases
 from tokenspeed_registry import Kernel, known_platform
 from tokenspeed_registry.conformance import check_kernel
 from tokenspeed_registry.registry import default_registry
 
 CASES = 8
-OPS = sorted(default_registry.contracts)
+KERNELS = [kernel for kernel in default_registry.kernels() if kernel.backend == "triton" and interpretable(kernel)]
+each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
 
-def portable_kernel(op: str) -> Kernel:
-    (kernel,) = (kernel for kernel in default_registry.kernels(op) if kernel.backend == "triton")
-    return kernel
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_portable_kernel_conforms(op: str) -> None:
-    assert interpreted()
-    contract = default_registry.contract(op)
-    cases = interpretable_cases(contract, CASES)
-    assert cases
-    report = check_kernel(contract, portable_kernel(op), torch.device("cpu"), cases, platform=known_platform("sm_90a"))
+def check(kernel: Kernel, limit: int | None) -> None:
+    contract = default_registry.contract(kernel.op)
+    cases = interpretable_cases(contract, limit)
+    report = check_kernel(contract, kernel, torch.device("cpu"), cases, platform=known_platform("sm_90a"))
     assert report.ok, report.failures
     assert report.refused < len(cases)
 
 
+def test_every_op_has_a_portable_kernel() -> None:
+    assert interpreted()
+    assert {kernel.op for kernel in KERNELS} == set(default_registry.contracts)
+
+
+@each_kernel
+def test_portable_kernel_conforms(kernel: Kernel) -> None:
+    check(kernel, CASES)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("op", OPS)
-def test_portable_kernel_conforms_on_all_small_cases(op: str) -> None:
-    contract = default_registry.contract(op)
-    report = check_kernel(
-        contract,
-        portable_kernel(op),
-        torch.device("cpu"),
-        interpretable_cases(contract),
-        platform=known_platform("sm_90a"),
-    )
-    assert report.ok, report.failures
+@each_kernel
+def test_portable_kernel_conforms_on_all_small_cases(kernel: Kernel) -> None:
+    check(kernel, None)

@@ -24,12 +24,13 @@ CHANNELS_OF_UPDATE = 128
 
 
 def _tiles(dims: Dims) -> list[Config]:
-    sizes = [(16, 256, 4), (32, 128, 4), (16, 128, 4), (64, 64, 4), (8, 256, 2)]
-    return [{"TOKENS": tokens, "BLOCK": block, "num_warps": warps} for tokens, block, warps in sizes]
+    sizes = [(32, 128, 4, 1), (32, 128, 4, 4), (16, 128, 4, 8), (16, 256, 4, 1), (16, 256, 4, 4), (64, 64, 4, 2)]
+    return [{"TOKENS": t, "BLOCK": b, "num_warps": warps, "TILES": tiles} for t, b, warps, tiles in sizes]
 
 
 def _default_tile(platform: Platform, dims: Dims) -> Config:
-    return {"TOKENS": 32, "BLOCK": min(128, triton.next_power_of_2(dims["channels"])), "num_warps": 4}
+    block = min(128, triton.next_power_of_2(dims["channels"]))
+    return {"TOKENS": 32, "BLOCK": block, "num_warps": 4, "TILES": 1}
 
 
 PREFILL = Tunable("causal_conv_prefill", _tiles, _default_tile)
@@ -335,6 +336,7 @@ def _prefill(
     DROPS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # of a program, one after the other: the taps come once
 ):
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     i_row = tl.program_id(0) // BLOCKS
@@ -361,23 +363,24 @@ def _prefill(
             DROPS,
         )
     else:
-        convolve_tile(
-            x_ptr,
-            slots_ptr,
-            cu_seqlens_ptr,
-            y_ptr,
-            x_stride,
-            seqs,
-            tokens,
-            halvings,
-            (i_row - seqs).to(tl.int64) * TOKENS + tl.arange(0, TOKENS),
-            o_c,
-            taps,
-            CHANNELS,
-            WIDTH,
-            DILATION,
-            SILU,
-        )
+        for i in range(TILES):
+            convolve_tile(
+                x_ptr,
+                slots_ptr,
+                cu_seqlens_ptr,
+                y_ptr,
+                x_stride,
+                seqs,
+                tokens,
+                halvings,
+                ((i_row - seqs).to(tl.int64) * TILES + i) * TOKENS + tl.arange(0, TOKENS),
+                o_c,
+                taps,
+                CHANNELS,
+                WIDTH,
+                DILATION,
+                SILU,
+            )
 
 
 @portable(conv.causal_conv_prefill)
@@ -399,7 +402,7 @@ def causal_conv_prefill(
     width = weight.shape[1]
     if seqs and channels:
         config = PREFILL.pick(x.device, channels=channels, width=width, dilation=dilation)
-        rows = seqs + triton.cdiv(tokens, config["TOKENS"])
+        rows = seqs + triton.cdiv(tokens, config["TOKENS"] * config["TILES"])
         _prefill[(rows * triton.cdiv(channels, config["BLOCK"]),)](
             x,
             weight,

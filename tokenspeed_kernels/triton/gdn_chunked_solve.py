@@ -165,7 +165,7 @@ def solve(
 
 
 def _default(platform: Platform, dims: Dims) -> dict[str, Any]:
-    step = min(64, max(16, triton.next_power_of_2(dims["d_k"])))
+    step = min(32, max(16, triton.next_power_of_2(dims["d_k"])))
     return {"STEP": step, "STAGES": 2, "num_warps": 4 if dims["bytes"] == 4 else 1}
 
 

@@ -201,11 +201,13 @@ def _prefill(
     HEAD_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
     i_row = tl.program_id(0) // (BLOCKS + 1)
     i_block = tl.program_id(0) % (BLOCKS + 1)
-    o_t = (i_row - seqs).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    i_tile = (i_row - seqs).to(tl.int64) * TILES
+    o_t = tl.arange(0, TOKENS)
     if i_block < BLOCKS:
         o_c = i_block * BLOCK + tl.arange(0, BLOCK)
         taps = tap_weights(w_ptr, o_c, o_c < CHANNELS, WIDTH, COLUMNS)
@@ -230,37 +232,40 @@ def _prefill(
                 DROPS,
             )
         else:
-            convolve_tile(
-                x_ptr,
-                slots_ptr,
-                cu_seqlens_ptr,
-                y_ptr,
-                x_stride,
-                seqs,
-                tokens,
-                halvings,
-                o_t,
-                o_c,
-                taps,
-                CHANNELS,
-                WIDTH,
-                1,
-                True,
-            )
+            for i in range(TILES):
+                convolve_tile(
+                    x_ptr,
+                    slots_ptr,
+                    cu_seqlens_ptr,
+                    y_ptr,
+                    x_stride,
+                    seqs,
+                    tokens,
+                    halvings,
+                    (i_tile + i) * TOKENS + o_t,
+                    o_c,
+                    taps,
+                    CHANNELS,
+                    WIDTH,
+                    1,
+                    True,
+                )
     elif i_row >= seqs:
-        i_seq = sequences_of(cu_seqlens_ptr, o_t, seqs, halvings)
-        _gates_of(
-            a_ptr + (o_t * a_stride)[:, None],
-            b_ptr + (o_t * b_stride)[:, None],
-            a_log_ptr,
-            dt_bias_ptr,
-            g_ptr + (o_t * HEADS)[:, None],
-            beta_ptr + (o_t * HEADS)[:, None],
-            o_t < tokens,
-            tl.load(slots_ptr + i_seq) >= 0,
-            HEADS,
-            HEAD_BLOCK,
-        )
+        for i in range(TILES):
+            o_token = (i_tile + i) * TOKENS + o_t
+            i_seq = sequences_of(cu_seqlens_ptr, o_token, seqs, halvings)
+            _gates_of(
+                a_ptr + (o_token * a_stride)[:, None],
+                b_ptr + (o_token * b_stride)[:, None],
+                a_log_ptr,
+                dt_bias_ptr,
+                g_ptr + (o_token * HEADS)[:, None],
+                beta_ptr + (o_token * HEADS)[:, None],
+                o_token < tokens,
+                tl.load(slots_ptr + i_seq) >= 0,
+                HEADS,
+                HEAD_BLOCK,
+            )
 
 
 @portable(gdn_inputs.gdn_inputs_prefill)
@@ -283,7 +288,7 @@ def gdn_inputs_prefill(
     (tokens, channels), seqs, heads, width = x.shape, slots.shape[0], a.shape[1], weight.shape[1]
     if seqs:
         config = PREFILL.pick(x.device, channels=channels, width=width, dilation=1)
-        rows = seqs + triton.cdiv(tokens, config["TOKENS"])
+        rows = seqs + triton.cdiv(tokens, config["TOKENS"] * config["TILES"])
         _prefill[(rows * (triton.cdiv(channels, config["BLOCK"]) + 1),)](
             x,
             a,

@@ -5,8 +5,8 @@ both products of a step run along them. So a head is spread over as many program
 one request, and at any batch a state is moved once in each direction, which is all the time there is to spend.
 
 A tile is held in chunks of some columns: lanes then take several rows at once, and the sum along a row meets fewer of
-them. Where a state is moved for few tokens a chunk is 256 bytes wide: narrower ones scatter what a warp asks memory for,
-and cost it 5% of its rate. Where many tokens are worked on it is 128 bytes, one cache line.
+them. Where a state is moved for few tokens a chunk is 256 bytes wide: narrower ones scatter what a warp asks of memory,
+which costs 5% of the rate. Where many tokens are worked on it is 128 bytes, one cache line.
 """
 
 from typing import Literal

@@ -8,13 +8,18 @@ from collections.abc import Iterable
 
 import torch
 
-from tokenspeed_registry import Contract
+from tokenspeed_registry import Contract, Kernel
 from tokenspeed_registry.cases import Case, case_set
 from tokenspeed_registry.signature import Signature
 
 EXACT = (torch.float32, torch.float16, torch.int32, torch.int64, torch.bool, torch.uint8)
 LARGEST = 1 << 17
 """Elements of all tensors together."""
+
+
+def interpretable(kernel: Kernel) -> bool:
+    """Whether the kernel can run on CPU tensors: one that needs a table in host memory beside a device cannot."""
+    return not any(limit.kind == "host" and True in limit.bound for limit in kernel.constraints)
 
 
 def interpretable_cases(contract: Contract, limit: int | None = None) -> list[Case]:

@@ -164,7 +164,6 @@ def _space(dims: Dims) -> Iterator[Config]:
     tokens = dims["tokens"]
     if dims["split"]:
         yield parts(min(tokens, 32), 16, 64, 4, 4, 3)
-        yield parts(min(tokens, 32), 16, 128, 4, 4, 2)
         yield parts(16, 16, 64, 8, 8, 3)
         yield tiles(64, 64, 64, 4, 3)
     elif dims["bytes"] == 4:
@@ -180,7 +179,7 @@ def _space(dims: Dims) -> Iterator[Config]:
         yield tiles(16, 32, 128, 4, 4)
         yield tiles(16, 32, 128, 4, 5)
     elif tokens <= 64:
-        yield parts(tokens, 32, 64, 4, 4, 3)
+        yield parts(32, 32, 64, 4, 4, 3)
         yield tiles(64, 32, 128, 4, 4)
         yield tiles(64, 64, 64, 4, 4)
         yield tiles(64, 64, 128, 4, 4)

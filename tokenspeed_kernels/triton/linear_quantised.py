@@ -217,8 +217,8 @@ def _space(dims: Dims) -> Iterator[Config]:
         yield tiles(16, 32, 128, 4, 4)
         yield tiles(16, 32, 128, 4, 5)
     elif tokens <= 64:
-        yield parts(tokens, 16, 128, 4, 4, 2)
-        yield parts(tokens, 32, 128, 2, 4, 3)
+        yield parts(32, 16, 128, 4, 4, 3)
+        yield parts(32, 32, 128, 2, 4, 3)
         yield tiles(64, 32, 128, 4, 4)
         yield tiles(64, 64, 128, 4, 3)
     else:
@@ -251,7 +251,7 @@ def _default(platform: Platform, dims: Dims) -> Config:
     if amd:
         few = parts(16, 16, 128, 4, 4, 2) if narrow else tiles(16, 32, 128, 4, 2)
         return few if tokens <= 16 else tiles(64, 32, 128, 4, 2) if tokens <= 64 else tiles(128, 128, 64, 8, 2)
-    return parts(tokens, 16, 128, 4, 4, 2) if tokens <= 64 and narrow else tiles(256, 128, 64, 8, 3)
+    return parts(32, 16, 128, 4, 4, 3) if tokens <= 64 and narrow else tiles(256, 128, 64, 8, 3)
 
 
 def _fp8_default(platform: Platform, dims: Dims) -> Config:

@@ -241,7 +241,7 @@ def _combine(
 
 
 def _space(dims: Dims) -> Iterable[Config]:
-    if dims["bytes"] > 2:
+    if dims["bytes"] > 2 or dims["latent"] > 512:
         return [_config(16, 16, 4, 1), _config(16, 32, 4, 1), _config(32, 32, 8, 1)]
     if dims["rows"] <= 16:
         plain = [_config(16, tile, 4, stages) for tile in (32, 64) for stages in (1, 2, 3)]
@@ -252,7 +252,7 @@ def _space(dims: Dims) -> Iterable[Config]:
 
 def _default(platform: Platform, dims: Dims) -> Config:
     few = dims["rows"] <= 16
-    if dims["bytes"] > 2:
+    if dims["bytes"] > 2 or dims["latent"] > 512:
         return _config(16, 16, 4, 1)
     if platform.vendor == "amd":
         return _config(16 if few else 32, 32, 4, 1)
@@ -278,10 +278,11 @@ ATTEND = Tunable("mla_decode", space=_space, default=_default)
 
 @cache
 def choose_splits(programs: int, tiles: int, units: int) -> int:
-    """Into how many runs to cut the keys: `programs` run per run, `tiles` are the tiles of the longest sequence.
+    """Into how many runs to cut the keys, where `programs` share each run, the longest sequence has `tiles` tiles, and
+    `units` programs run at a time.
 
-    Counts time in tiles: full waves of programs, each of which also loads its queries and writes its result, and the
-    second kernel.
+    Counts time in tiles: waves of programs, each of which also loads its queries and writes its result, and the second
+    kernel.
     """
 
     def time(splits: int) -> float:
@@ -323,7 +324,8 @@ def mla_decode(
         cached_bytes=kv_cache.element_size(),
     )
     tile, groups = config["BLOCK_N"], -(-rows // config["BLOCK_R"])
-    splits = choose_splits(batch * groups, -(-max_pages * page // tile), compute_units(q.device))
+    together = 2 if config["BLOCK_R"] * tile <= 512 else 1  # programs that share a compute unit
+    splits = choose_splits(batch * groups, -(-max_pages * page // tile), together * compute_units(q.device))
     part, part_lse = attended, lse
     if splits > 1:
         part = torch.empty(batch, splits, rows, latent, dtype=torch.float32, device=q.device)

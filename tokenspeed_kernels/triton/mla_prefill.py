@@ -186,22 +186,27 @@ def _prefill(
 
 
 def _space(dims: Dims) -> Iterable[Config]:
-    if dims["bytes"] > 2:
-        return [_config(32, 32, 4, 1), _config(64, 32, 4, 1), _config(64, 32, 8, 1)]
+    if _wide(dims):
+        return [_config(32, 16, 4, 1), _config(32, 32, 4, 1), _config(64, 32, 4, 1), _config(64, 32, 8, 1)]
     return [
         _config(128, 64, 8, 2),
         _config(128, 64, 8, 3),
+        _config(128, 64, 4, 1),
         _config(128, 128, 8, 2),
+        _config(64, 64, 4, 1),
         _config(64, 64, 4, 2),
-        _config(64, 64, 4, 3),
-        _config(64, 128, 4, 2),
     ]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    if dims["bytes"] > 2:
-        return _config(32, 32, 4, 1)
+    if _wide(dims):
+        return _config(32, 16, 4, 1)
     return _config(128, 64, 4, 1) if platform.vendor == "amd" else _config(128, 64, 8, 3)
+
+
+def _wide(dims: Dims) -> bool:
+    """Whether rows are wider, in bytes, than those of the models, so that only small tiles are sure to fit."""
+    return max(dims["qk"], dims["v_dim"]) * dims["bytes"] > 512
 
 
 def _config(queries: int, keys: int, warps: int, stages: int) -> Config:

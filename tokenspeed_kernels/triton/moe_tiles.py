@@ -441,13 +441,14 @@ def _config(choice: _Choice) -> dict[str, int]:
     return dict(zip(("BLOCK_N", "BLOCK_K", "num_warps", "num_stages"), choice, strict=True))
 
 
-def _tunable(name: str, few: list[_Choice], some: list[_Choice], many: list[_Choice]) -> Tunable:
-    """Choices, the best first, for single pairs, for blocks of up to 32 pairs, and for larger ones."""
+def _tunable(name: str, one: list[_Choice], few: list[_Choice], some: list[_Choice], many: list[_Choice]) -> Tunable:
+    """Choices, the best first, for single pairs, for blocks of up to 16 pairs, up to 32, and for larger ones."""
 
     def choices(dims: Dims) -> list[_Choice]:
         if dims["itemsize"] == 4:
             return [(32, 64, 4, 2)]
-        return few if dims["block_m"] == 1 else some if dims["block_m"] <= 32 else many
+        most = dims["block_m"]
+        return one if most == 1 else few if most <= 16 else some if most <= 32 else many
 
     def default(platform: Platform, dims: Dims) -> Config:
         best = _config(choices(dims)[0])
@@ -461,40 +462,46 @@ def _tunable(name: str, few: list[_Choice], some: list[_Choice], many: list[_Cho
 UP = {
     "plain": _tunable(
         "moe_gate_up_plain",
-        few=[(64, 128, 4, 4), (32, 128, 4, 4), (64, 128, 4, 3)],
-        some=[(64, 128, 4, 4), (64, 128, 4, 3), (128, 128, 4, 3)],
-        many=[(128, 64, 8, 3), (256, 64, 8, 4), (128, 64, 4, 3)],
+        one=[(64, 128, 4, 4), (32, 128, 4, 4), (64, 128, 4, 3)],
+        few=[(64, 128, 4, 4), (64, 128, 4, 3), (128, 128, 4, 3)],
+        some=[(64, 128, 4, 4), (128, 64, 4, 3), (128, 128, 4, 3)],
+        many=[(256, 64, 8, 4), (128, 64, 8, 3), (128, 64, 4, 3)],
     ),
     "fp8_block": _tunable(
         "moe_gate_up_fp8_block",
-        few=[(64, 128, 4, 4), (32, 128, 2, 4), (64, 128, 4, 3)],
-        some=[(64, 128, 4, 4), (64, 128, 4, 3), (32, 128, 2, 4), (128, 128, 4, 3)],
+        one=[(64, 128, 4, 4), (32, 128, 2, 4), (64, 128, 4, 3)],
+        few=[(64, 128, 4, 4), (64, 128, 4, 3), (32, 128, 2, 4), (128, 128, 4, 3)],
+        some=[(64, 128, 4, 4), (128, 128, 4, 3), (128, 128, 8, 3)],
         many=[(128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 8, 3)],
     ),
     "nvfp4": _tunable(
         "moe_gate_up_nvfp4",
-        few=[(64, 256, 2, 3), (32, 256, 2, 3), (64, 256, 4, 3)],
-        some=[(64, 256, 2, 3), (64, 256, 2, 2), (128, 256, 4, 2), (64, 256, 4, 3)],
+        one=[(64, 256, 2, 3), (32, 256, 2, 3), (64, 256, 4, 3)],
+        few=[(64, 256, 2, 3), (64, 256, 2, 2), (128, 256, 4, 2), (64, 256, 4, 3)],
+        some=[(64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3)],
         many=[(128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 8, 3)],
     ),
 }
 DOWN = {
     "plain": _tunable(
         "moe_down_plain",
-        few=[(64, 128, 4, 3), (64, 64, 4, 4), (128, 128, 4, 3)],
-        some=[(128, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3)],
+        one=[(64, 128, 4, 3), (64, 64, 4, 4), (128, 128, 4, 3)],
+        few=[(128, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3)],
+        some=[(64, 128, 4, 3), (128, 64, 4, 3), (128, 128, 4, 3)],
         many=[(128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3)],
     ),
     "fp8_block": _tunable(
         "moe_down_fp8_block",
-        few=[(64, 128, 4, 3), (32, 128, 2, 4)],
-        some=[(64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 3)],
-        many=[(128, 128, 4, 3), (128, 128, 8, 3), (64, 128, 4, 3)],
+        one=[(64, 128, 4, 3), (32, 128, 2, 4)],
+        few=[(64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 4, 3)],
+        some=[(64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3)],
+        many=[(128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)],
     ),
     "nvfp4": _tunable(
         "moe_down_nvfp4",
-        few=[(32, 128, 1, 4), (64, 128, 4, 3), (64, 128, 2, 3)],
-        some=[(128, 128, 4, 3), (64, 128, 2, 3), (128, 128, 2, 3)],
+        one=[(32, 128, 1, 4), (64, 128, 4, 3), (64, 128, 2, 3)],
+        few=[(128, 128, 4, 3), (64, 128, 2, 3), (128, 128, 2, 3)],
+        some=[(64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3)],
         many=[(128, 128, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3)],
     ),
 }

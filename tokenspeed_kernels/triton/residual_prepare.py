@@ -43,8 +43,8 @@ def _prepare(
     p_x = x_ptr + (o_t * STREAMS + i_stream)[:, None] * HIDDEN + o_c[None, :]
     p_n = normed_ptr + (o_t * STREAMS + i_stream)[:, None] * HIDDEN + o_c[None, :]
     p_y = y_ptr + o_t[:, None] * HIDDEN + o_c[None, :]
-    p_norm = norm_ptr + i_stream * HIDDEN + o_c
-    p_g = w_inject_ptr + i_stream * HIDDEN + o_c
+    # Each warp loads the weights for itself: a vector for all would pass through shared memory.
+    o_w = i_stream * HIDDEN + o_c[None, :] + tl.zeros((TOKENS, 1), tl.int32)
 
     row, added, sums = (), (), ()
     for i_b in tl.static_range(BLOCKS):
@@ -60,27 +60,27 @@ def _prepare(
         sums += (tl.zeros((TOKENS, BLOCK), tl.float32),)
     kept = ()
     for i_b in tl.static_range(BLOCKS):
-        inside = i_b * BLOCK + o_c < HIDDEN
+        inside = alive[:, None] & (i_b * BLOCK + o_c < HIDDEN)[None, :]
         b_x = row[i_b]
         if INJECTED:
             b_x = injected(b_x, added[i_b], share, True).to(dtype)
-            tl.store(p_x + i_b * BLOCK, b_x, mask=alive[:, None] & inside[None, :])
+            tl.store(p_x + i_b * BLOCK, b_x, mask=inside)
         kept += (b_x,)
         b_n = b_x.to(tl.float32)
         squares += b_n * b_n
         if GATES:
-            b_n *= 1.0 + tl.load(p_norm + i_b * BLOCK, mask=inside, other=0.0).to(tl.float32)[None, :]
+            b_n *= 1.0 + tl.load(norm_ptr + o_w + i_b * BLOCK, mask=inside, other=0.0).to(tl.float32)
             longer = ()
             for i_g in tl.static_range(GATES):
-                b_g = tl.load(p_g + i_g * STREAMS * HIDDEN + i_b * BLOCK, mask=inside, other=0.0).to(tl.float32)
-                longer += (sums[i_g] + b_n * b_g[None, :],)
+                p_g = w_inject_ptr + i_g * STREAMS * HIDDEN + o_w + i_b * BLOCK
+                longer += (sums[i_g] + b_n * tl.load(p_g, mask=inside, other=0.0).to(tl.float32),)
             sums = longer
     factor = 1.0 / tl.sqrt(tl.sum(squares, 1) / HIDDEN + eps)
     for i_b in tl.static_range(BLOCKS):
-        inside = i_b * BLOCK + o_c < HIDDEN
-        scale = 1.0 + tl.load(p_norm + i_b * BLOCK, mask=inside, other=0.0).to(tl.float32)
-        b_n = kept[i_b].to(tl.float32) * factor[:, None] * scale[None, :]
-        tl.store(p_n + i_b * BLOCK, b_n.to(dtype), mask=alive[:, None] & inside[None, :])
+        inside = alive[:, None] & (i_b * BLOCK + o_c < HIDDEN)[None, :]
+        scale = 1.0 + tl.load(norm_ptr + o_w + i_b * BLOCK, mask=inside, other=0.0).to(tl.float32)
+        b_n = kept[i_b].to(tl.float32) * factor[:, None] * scale
+        tl.store(p_n + i_b * BLOCK, b_n.to(dtype), mask=inside)
     for i_g in tl.static_range(GATES):
         p_p = products_ptr + (o_t * STREAMS + i_stream) * GATES + i_g
         tl.store(p_p, tl.sum(sums[i_g], 1) * factor, mask=alive)
