@@ -76,12 +76,22 @@ def execute(code: CodeObject, grid: tuple[int, int, int], threads: int, argument
     lds_bytes = max(lds_bytes, code.static_lds, 4)
     if lds_bytes > LDS_LIMIT:
         raise RuntimeError(f"{code.name} takes {lds_bytes} bytes of LDS, gfx950 has {LDS_LIMIT}")
-    segment = ctypes.create_string_buffer(arguments + bytes(max(0, code.kernarg_size - len(arguments)) + 64))
+    segment = ctypes.create_string_buffer(
+        arguments + _hidden(grid, threads) + bytes(max(0, code.kernarg_size - len(arguments)) + 64)
+    )
     program = _Program(code)
     executed = 0
     for z, y, x in itertools.product(range(grid[2]), range(grid[1]), range(grid[0])):
         executed += _workgroup(program, (x, y, z), grid, threads, segment, lds_bytes)
     return executed
+
+
+def _hidden(grid: tuple[int, int, int], threads: int) -> bytes:
+    """The arguments that the runtime adds: how many workgroups there are, of which size; no part of one is left over.
+
+    Layout: https://llvm.org/docs/AMDGPUUsage.html, hidden arguments of code object version 5.
+    """
+    return struct.pack("<3I6H16x3QH", *grid, threads, 1, 1, 0, 0, 0, 0, 0, 0, 3)
 
 
 class _Program:

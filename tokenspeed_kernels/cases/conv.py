@@ -123,7 +123,13 @@ causal_conv_update = CaseSet(
     build=_causal_conv_update,
     edges=[
         {"q_len": q_len, "dropped": dropped, "dilation": dilation, "dtype": dtype, "padding": padding, "extra": 1}
-        for q_len, dropped, padding in ((1, 4, "none"), (4, 0, "middle"), (4, 4, "middle"), (2, 4, "none"))
+        for q_len, dropped, padding in (
+            (0, 4, "none"),
+            (1, 4, "none"),
+            (4, 0, "middle"),
+            (4, 4, "middle"),
+            (2, 4, "none"),
+        )
         for dilation, dtype in ((1, torch.float32), (3, torch.bfloat16))
     ],
     shrink=[{"batch": 3}, {"batch": 2, "dtype": torch.float16}],

@@ -46,7 +46,7 @@ gdn_inputs_update = CaseSet(
     build=_update,
     edges=[
         {"q_len": q_len, "dropped": dropped, "dtype": dtype, "padding": "middle", "strided": True}
-        for q_len, dropped in ((1, 4), (4, 0), (4, 4))
+        for q_len, dropped in ((0, 4), (1, 4), (4, 0), (4, 4))
         for dtype in (torch.float32, torch.bfloat16)
     ],
     shrink=[{"batch": 3}, {"batch": 2, "dtype": torch.float16}],

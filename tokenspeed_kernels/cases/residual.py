@@ -82,9 +82,17 @@ def _injection(p: Params, make: Make) -> dict[str, Any]:
     return {"x": x, "y": y, "inject": inject}
 
 
+_MANY = [
+    {"tokens": tokens, "dtype": dtype}
+    for tokens in (65, 300)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+"""Kernels take many tokens another way than few."""
+
 residual_mix = CaseSet(
     axes=_MIX_AXES,
     build=lambda p, make: {"x": _streams(p, make), **_weights(p, make)},
+    edges=_MANY,
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
     sweeps=_MIX_SWEEPS,
@@ -102,7 +110,7 @@ residual_inject = CaseSet(
 residual_inject_mix = CaseSet(
     axes={**_MIX_AXES, "cancels": [False, True]},
     build=lambda p, make: {**_injection(p, make), **_weights(p, make)},
-    edges=_CANCELLING,
+    edges=[*_CANCELLING, *_MANY],
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
     sweeps=_MIX_SWEEPS,

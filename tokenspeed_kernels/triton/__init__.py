@@ -17,6 +17,7 @@ _FAMILIES = (
     "gdn_recurrent",
     "gdn_speculative",
     "gdn_chunked",
+    "gdn_inputs",
     "conv",
     "mla_decode",
     "mla_prefill",

@@ -26,6 +26,7 @@ from tokenspeed_kernels.triton.attention_parts import (
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import bucket, compute_units
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
+from tokenspeed_registry import Dim
 from tokenspeed_registry.platform import Platform
 
 
@@ -69,7 +70,7 @@ def _kv_cache_write(
         page, row = slot // PAGE, slot % PAGE
         o_e = tl.arange(0, BLOCK)
         inside = o_e < KV_HEADS * DIM
-        head, d = o_e // DIM, o_e % DIM
+        head, d = (o_e // DIM).to(tl.int64), o_e % DIM
         k = tl.load(k_ptr + i_token * k_token + head * k_head + d, mask=inside).to(tl.float32)
         v = tl.load(v_ptr + i_token * v_token + head * v_head + d, mask=inside).to(tl.float32)
         p_k = k_cache_ptr + page * k_cache_page + row * k_cache_row + head * k_cache_head + d
@@ -240,7 +241,7 @@ def _config(bm: int, bn: int, warps: int, stages: int, waves: int) -> Config:
 PAGED = Tunable("paged_attention", space=_space, default=_default)
 
 
-@portable(attention.paged_attention)
+@portable(attention.paged_attention, constraints=[Dim("dim") <= 256])
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

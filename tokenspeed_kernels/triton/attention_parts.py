@@ -59,7 +59,7 @@ def _rows_of(
 ):  # fmt: skip
     """Rows [BN, BD] of a head; `page` is one `PER_TILE` or one a row."""
     o_d = tl.arange(0, BD)
-    place = page * page_stride + i_head * head_stride
+    place = page * page_stride + i_head.to(tl.int64) * head_stride
     offset = row[:, None] * row_stride + o_d[None, :]
     p_rows = cache_ptr + place + offset if PER_TILE else (cache_ptr + place)[:, None] + offset
     if MASKED or BD != DIM:

@@ -173,7 +173,7 @@ def causal_conv_update(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     batch, q_len, channels = x.shape
     width = weight.shape[1]
-    if out.numel():
+    if batch and channels:  # without tokens too: what was dropped is taken out of the history
         block = min(CHANNELS_OF_UPDATE, triton.next_power_of_2(channels))
         _update[(batch * triton.cdiv(channels, block),)](
             x,

@@ -11,6 +11,7 @@ the updates Δ of the rule S ← S + δ kᵀ solve a triangular system, and so (
 head and tile of d_v, walks over the chunks with its rows of S in registers, and reads K, Q and V as the caller gave
 them: lengths and scale are factors of the diagonals. In this transposed form the left operand of every product there
 is what the product before left in registers, so that a chunk's chain of three products never waits on shared memory.
+T, A and Δ are too coarse in 16 bits: they enter as sums of two such numbers, side by side along the inner dim.
 """
 
 from typing import Any
@@ -30,10 +31,10 @@ from tokenspeed_registry.platform import Platform
 
 @triton.jit
 def _both(high, low, PARTS: tl.constexpr):  # [BV, C] each, to [BV, PARTS C]
-    if PARTS == 1:
-        return high
-    else:
-        return tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), [high.shape[0], 2 * high.shape[1]])
+    beside = high
+    if PARTS == 2:
+        beside = tl.reshape(tl.permute(tl.join(high, low), (0, 2, 1)), [high.shape[0], 2 * high.shape[1]])
+    return beside
 
 
 @triton.jit

@@ -134,7 +134,7 @@ def gdn_inputs_update(
 ) -> Inputs:
     y, g, beta = _outputs(x, a) if out is None else out
     (batch, q_len, channels), heads, width = x.shape, a.shape[2], weight.shape[1]
-    if batch and q_len:
+    if batch and channels:  # without tokens too: what was dropped is taken out of the history
         block = min(CHANNELS_OF_UPDATE, triton.next_power_of_2(channels))
         _update[(batch * (triton.cdiv(channels, block) + 1),)](
             x,
@@ -160,7 +160,7 @@ def gdn_inputs_update(
             dropped is not None,
             block,
             heads,
-            triton.next_power_of_2(q_len),
+            triton.next_power_of_2(max(q_len, 1)),
             triton.next_power_of_2(heads),
             num_warps=1,
         )

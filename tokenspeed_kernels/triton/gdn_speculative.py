@@ -34,19 +34,25 @@ _FEW = 4
 """Batches up to this leave registers to spare, with which to wait once for all tokens."""
 
 
+def _with_ahead(dims: Dims, config: Config) -> Config:
+    """A tile of more than 2048 elements a warp leaves no registers to ask ahead with: they would spill."""
+    large = config["ROWS"] * triton.next_power_of_2(dims["d_k"]) > 2048 * config["num_warps"]
+    return {**config, "AHEAD": 0 if large else 1}
+
+
 def _space(dims: Dims) -> list[Config]:
-    tiles = tile_space(dims)
+    tiles = [_with_ahead(dims, each) for each in tile_space(dims)]
     if dims["batch"] > _FEW or dims["q_len"] == 1:
-        return [{**each, "AHEAD": 1} for each in tiles]
-    small = [each for each in tiles if each["num_warps"] < 4]
-    return [{**each, "AHEAD": ahead} for each in small for ahead in (1, min(dims["q_len"], 4))]
+        return tiles
+    small = [each for each in tiles if each["AHEAD"] and each["num_warps"] < 4]
+    return small + [{**each, "AHEAD": min(dims["q_len"], 4)} for each in small]
 
 
 def _default_replay(platform: Platform, dims: Dims) -> Config:
     """Small tiles fill a chip with one request; large ones do what every tile does, such as the norms, less often."""
     if dims["batch"] <= _FEW:
         return {**tile(dims, 1024, 1), "AHEAD": min(dims["q_len"], 4)}
-    return {**tile(dims, 2048 if dims["batch"] < 32 else 4096, 1), "AHEAD": 1}
+    return _with_ahead(dims, tile(dims, 2048 if dims["batch"] < 32 else 4096, 1))
 
 
 VERIFY = Tunable("gdn_verify", _space, lambda platform, dims: {**tile(dims, 2048, 1), "AHEAD": 1})

@@ -207,8 +207,8 @@ def _nvfp4_parts(
 def _space(dims: Dims) -> Iterator[Config]:
     tokens = dims["tokens"]
     if dims["bytes"] == 4:
-        yield parts(16, 16, 64, 4, 4, 2)
-        yield tiles(32, 32, 64, 4, 2)
+        yield parts(16, 16, 32, 8, 8, 2)
+        yield tiles(32, 32, 32, 4, 2)
     elif tokens <= 16:
         yield parts(tokens, 16, 128, 2, 2, 4)
         yield parts(tokens, 16, 128, 4, 4, 4)
@@ -229,7 +229,7 @@ def _space(dims: Dims) -> Iterator[Config]:
 
 
 def _fp8_space(dims: Dims) -> Iterator[Config]:
-    yield from _space(dims)
+    yield from (config for config in _space(dims) if not (dims["float16"] and config["BLOCK_M"] > 128))
     if dims["tokens"] <= 16 and dims["bytes"] == 2:
         yield parts(16, 8, 128, 8, 8, 3)
         if dims["tokens"] <= 8:
@@ -247,7 +247,7 @@ def _default(platform: Platform, dims: Dims) -> Config:
     """What the formats have in common."""
     amd, tokens, narrow = platform.vendor == "amd", dims["tokens"], dims["out"] <= 8192
     if dims["bytes"] == 4:
-        return parts(16, 16, 64, 4, 4, 2) if tokens <= 64 and narrow else tiles(32, 32, 64, 4, 2)
+        return parts(16, 16, 32, 8, 8, 2) if tokens <= 64 and narrow else tiles(32, 32, 32, 4, 2)
     if amd:
         few = parts(16, 16, 128, 4, 4, 2) if narrow else tiles(16, 32, 128, 4, 2)
         return few if tokens <= 16 else tiles(64, 32, 128, 4, 2) if tokens <= 64 else tiles(128, 128, 64, 8, 2)
@@ -256,6 +256,8 @@ def _default(platform: Platform, dims: Dims) -> Config:
 
 def _fp8_default(platform: Platform, dims: Dims) -> Config:
     tokens, narrow = dims["tokens"], dims["out"] <= 8192
+    if tokens > 64 and dims["float16"]:  # keeps the sums of a step apart
+        return tiles(128, 128, 64, 8, 2 if platform.vendor == "amd" else 3)
     if platform.vendor == "amd" or dims["bytes"] == 4 or tokens > 64:
         return _default(platform, dims)
     if tokens <= 8:
@@ -282,7 +284,7 @@ def linear_fp8_block(x: Tensor, weight: Tensor, scale: Tensor, *, out: Tensor | 
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device) if out is None else out
     if out.numel():
         dims = {"tokens": token_bucket(tokens), "out": outputs, "in": inputs, "bytes": x.element_size()}
-        config = FP8.pick(x.device, **dims)
+        config = FP8.pick(x.device, **dims, float16=int(x.dtype == torch.float16))
         kernel = _fp8_tile if config["PARTS"] == 1 else _fp8_parts
         kernel[programs(tokens, outputs, config)](
             x, weight, scale, out, tokens, x.stride(0), outputs, inputs, FP8_BLOCK, GROUP, **config

@@ -259,7 +259,7 @@ def _default(platform: Platform, dims: Dims) -> Config:
     if few:
         return _config(16, 32, 4, 3, True) if dims["cached_bytes"] == 1 else _config(16, 64, 4, 3)
     if "tensor_memory" in platform.features:  # whose traffic takes the registers that the sum of 64 rows needs
-        return _config(32, 32, 8, 2)
+        return _config(32, 32, 8, 2) if dims["cached_bytes"] > 1 else _config(16, 32, 4, 3, True)
     return _config(64, 64, 8, 2, dims["cached_bytes"] > 1)
 
 

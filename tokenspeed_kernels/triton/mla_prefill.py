@@ -81,13 +81,14 @@ def _attend_keys(
             else:
                 b_k2 = _columns(p_k, o_d2, QK, WIDE + BLOCK_D2)
             b_s = tl.dot(b_q2, tl.trans(b_k2), b_s, input_precision="ieee")
+        b_s *= log2_scale
         if MASKED:
             b_s = tl.where(o_key[None, :] < b_visible[:, None], b_s, float("-inf"))
-        b_top = tl.maximum(b_max, tl.max(b_s * log2_scale, 1))
+        b_top = tl.maximum(b_max, tl.max(b_s, 1))
         # A row that has seen no key yet: its weights are exp2(-inf - 0).
         b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
         b_decay = tl.exp2(b_max - b_base)
-        b_w = tl.exp2(b_s * log2_scale - b_base[:, None])
+        b_w = tl.exp2(b_s - b_base[:, None])
         b_sum = b_sum * b_decay + tl.sum(b_w, 1)
         b_o = tl.dot(b_w.to(b_v.dtype), b_v, b_o * b_decay[:, None], input_precision="ieee")
         b_max = b_top
@@ -187,7 +188,7 @@ def _prefill(
 
 def _space(dims: Dims) -> Iterable[Config]:
     if _wide(dims):
-        return [_config(32, 16, 4, 1), _config(32, 32, 4, 1), _config(64, 32, 4, 1), _config(64, 32, 8, 1)]
+        return [_config(16, 16, 4, 1), _config(32, 16, 8, 1), _config(32, 32, 8, 1)]
     return [
         _config(128, 64, 8, 2),
         _config(128, 64, 8, 3),
@@ -200,13 +201,13 @@ def _space(dims: Dims) -> Iterable[Config]:
 
 def _default(platform: Platform, dims: Dims) -> Config:
     if _wide(dims):
-        return _config(32, 16, 4, 1)
+        return _config(32, 32, 8, 1)
     return _config(128, 64, 4, 1) if platform.vendor == "amd" else _config(128, 64, 8, 3)
 
 
 def _wide(dims: Dims) -> bool:
-    """Whether rows are wider, in bytes, than those of the models, so that only small tiles are sure to fit."""
-    return max(dims["qk"], dims["v_dim"]) * dims["bytes"] > 512
+    """Whether rows are wider than those of the models, or of float32, so that only small tiles are sure to fit."""
+    return dims["bytes"] > 2 or max(dims["qk"], dims["v_dim"]) > 256
 
 
 def _config(queries: int, keys: int, warps: int, stages: int) -> Config:

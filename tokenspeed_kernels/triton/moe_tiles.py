@@ -1,9 +1,8 @@
-"""The products of experts with the tokens that chose them, for weights of any of three formats.
+"""Experts in three launches: gate and up projection and what joins them, down projection with the routing weight, sum.
 
-Three launches: gate and up projection with what joins them, down projection with the routing weight, and the sum over
-a token's experts. In the first two a program takes a block of pairs of one expert (see `moe_align`) and a tile of its
-matrix's rows. Weights are the left operand, so that a matrix unit's 64 rows are rows of the matrix however few tokens
-there are: every weight is read once for up to BLOCK_M tokens, and widened in registers.
+In the first two a program takes a block of pairs of one expert (see `moe_align`) and a tile of its matrix's rows, and
+multiplies them as `moe_products` says: every weight is read once for a block. What it writes is one row a pair, in the
+dtype of the tokens; the third launch adds up a token's rows in the order of its experts.
 """
 
 from dataclasses import dataclass
@@ -454,6 +453,8 @@ def _tunable(name: str, one: list[_Choice], few: list[_Choice], some: list[_Choi
         best = _config(choices(dims)[0])
         if platform.vendor == "amd":  # its warps are twice as wide, and its copies take no deep pipeline
             best |= {"num_warps": max(best["num_warps"], 4), "num_stages": 2}
+        elif platform.arch != "sm_90a" and dims["block_m"] >= 128:  # sums pass from tensor memory to registers at once
+            best["num_warps"] = 8
         return best
 
     return Tunable(name, space=lambda dims: [_config(choice) for choice in choices(dims)], default=default)

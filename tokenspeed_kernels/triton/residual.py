@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tokenspeed_kernels import residual
 from tokenspeed_kernels.triton.declare import portable
-from tokenspeed_kernels.triton.residual_few import FEW, injected, mix_few
+from tokenspeed_kernels.triton.residual_few import FEW, mix_few
+from tokenspeed_kernels.triton.residual_few_down import injected
 from tokenspeed_kernels.triton.residual_library import mix_library
 from tokenspeed_kernels.triton.residual_many import MANY, mix_many
 

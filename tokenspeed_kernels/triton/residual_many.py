@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed_kernels.triton.device import bucket
-from tokenspeed_kernels.triton.residual_few import overlapping
+from tokenspeed_kernels.triton.residual_few_down import overlapping
 from tokenspeed_kernels.triton.residual_prepare import prepare
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform

@@ -1,9 +1,11 @@
 """Gated residual of many tokens, first pass: injection, norms and the injection gates, at the speed of a copy.
 
-A program takes one stream of some tokens, a warp a token, so that no sum crosses warps. A row stays in registers from
-its load to the store of its norm. The gates' products are taken before the norm's factor is known and get it at the
-end; their weights are read once for all tokens of the program.
+A program takes one stream of some tokens, about two warps a token. A row stays in registers from its load to the store
+of its norm. The gates' products are taken before the norm's factor is known and get it at the end; their weights are
+read once for all tokens of the program.
 """
+# Tuples of tiles grow in kernels.
+# mypy: disable-error-code="assignment, var-annotated"
 
 import torch
 import triton
@@ -11,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernels.triton.device import bucket
-from tokenspeed_kernels.triton.residual_few import injected
+from tokenspeed_kernels.triton.residual_few_down import injected
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 
@@ -87,12 +89,14 @@ def _prepare(
 
 
 def _space(dims: Dims) -> list[Config]:
-    return [{"TOKENS": t, "BLOCK": block, "num_warps": t} for t in (1, 2, 4, 8) for block in (256, 512)]
+    return [{"TOKENS": tokens, "BLOCK": 512, "num_warps": 2 * tokens} for tokens in (1, 2, 4, 8)]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    tokens = 2 if dims["tokens"] <= 256 else 4
-    return {"TOKENS": tokens, "BLOCK": min(triton.next_power_of_2(dims["hidden"]), 256), "num_warps": tokens}
+    block = min(triton.next_power_of_2(dims["hidden"]), 512)
+    tokens = 2 if dims["tokens"] <= 2048 else 4
+    warps = tokens if block < 512 or platform.vendor == "amd" else 2 * tokens
+    return {"TOKENS": tokens, "BLOCK": block, "num_warps": warps}
 
 
 PREPARE = Tunable("residual_prepare", _space, _default)

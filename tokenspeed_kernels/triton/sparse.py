@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernels import sparse
-from tokenspeed_kernels.triton.attention_parts import precision, product_dtype, sequence_of
+from tokenspeed_kernels.triton.attention_parts import operand, precision, product_dtype, sequence_of
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import bucket, compute_units
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
@@ -212,7 +212,7 @@ def _index_scores(
     p_table = table_ptr + i_seq.to(tl.int64) * table_seq
     p_row = o_ptr + (token - first_token) * max_blocks
     if HG >= HEADS:
-        q = _queries(q_ptr, token, inside, 0, q_token, q_head, HEADS, DIM, HG, BD, BT).to(DOT)
+        q, factor = operand(_queries(q_ptr, token, inside, 0, q_token, q_head, HEADS, DIM, HG, BD, BT), DOT)
     for i_block in range(i_share, tl.minimum(stop, seen), BN):
         o_block = i_block + tl.arange(0, BN)
         page = tl.load(p_table + o_block // BLOCKS, mask=o_block < seen, other=-1).to(tl.int64)
@@ -221,8 +221,11 @@ def _index_scores(
         scores = tl.zeros([BN, BT], tl.float32)
         for i_head in tl.static_range(0, HEADS, HG):
             if HG < HEADS:
-                q = _queries(q_ptr, token, inside, i_head, q_token, q_head, HEADS, DIM, HG, BD, BT).to(DOT)
+                q, factor = operand(
+                    _queries(q_ptr, token, inside, i_head, q_token, q_head, HEADS, DIM, HG, BD, BT), DOT
+                )
             dots = tl.maximum(tl.dot(keys, tl.trans(q), input_precision=PRECISION), 0.0)  # [BN, HG * BT]
+            dots *= tl.trans(factor)
             scores += tl.sum(tl.reshape(dots, [BN, HG, BT]), 1)
         hidden = (page < 0)[:, None] | (o_block[:, None] >= complete[None, :])
         scores = tl.where(hidden, float("-inf"), scores * scale)

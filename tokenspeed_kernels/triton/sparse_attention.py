@@ -26,6 +26,7 @@ from tokenspeed_kernels.triton.attention_parts import (
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import compute_units
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
+from tokenspeed_registry import Dim
 from tokenspeed_registry.platform import Platform
 
 
@@ -125,8 +126,8 @@ def _sparse_attention(
         # The next tile's places are asked for before this one's rows are used.
         next_page, next_row = _place(p_block, p_table, i_key + BN, end, complete, position, PAGE, RATIO, TOP_K, BN)
         cached = page >= 0
-        p_k = k_ptr + (page * k_page + row * k_row + i_head * k_head)[:, None] + o_d[None, :]  # [BN, BD]
-        p_v = v_ptr + (page * v_page + row * v_row + i_head * v_head)[:, None] + o_d[None, :]
+        p_k = k_ptr + (page * k_page + row * k_row + i_head.to(tl.int64) * k_head)[:, None] + o_d[None, :]  # [BN, BD]
+        p_v = v_ptr + (page * v_page + row * v_row + i_head.to(tl.int64) * v_head)[:, None] + o_d[None, :]
         mask = cached[:, None] & (o_d < DIM)[None, :]
         k = tl.load(p_k, mask=mask, other=0.0).to(DOT)
         v = tl.load(p_v, mask=mask, other=0.0).to(DOT)
@@ -171,7 +172,7 @@ def _config(bn: int, warps: int, stages: int, waves: int) -> Config:
 SPARSE = Tunable("sparse_attention", space=_space, default=_default)
 
 
-@portable(sparse.sparse_attention)
+@portable(sparse.sparse_attention, constraints=[Dim("dim") <= 256])
 def sparse_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -19,6 +19,7 @@ from tokenspeed_kernels.triton.device import bucket
 from tokenspeed_kernels.triton.selection import order_key, threshold_of
 from tokenspeed_kernels.triton.sparse import write_scores
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
+from tokenspeed_registry import Dim
 from tokenspeed_registry.platform import Platform
 
 _SCORES = 1 << 23
@@ -85,6 +86,8 @@ def _config(block: int, scores: int) -> Config:
     return {"BLOCK": block, "num_warps": min(max(block // (32 * scores), 1), 16)}
 
 
+MOST = 8192
+"""Blocks that a token may choose: parts of twice as many fit a program, so that each pass leaves fewer."""
 TOPK = Tunable("topk_blocks", space=_space, default=_default)
 
 
@@ -106,7 +109,7 @@ def _choose(scores: Tensor, top_k: int, out: Tensor, reach: Tensor | None) -> No
         scores, ids, reach, width = best_scores, best, None, parts * top_k
 
 
-@portable(sparse.topk_blocks)
+@portable(sparse.topk_blocks, constraints=[Dim("top_k") <= MOST])
 def topk_blocks(scores: Tensor, *, top_k: int, out: Tensor | None = None) -> Tensor:
     blocks = torch.empty(scores.shape[0], top_k, dtype=torch.int32, device=scores.device) if out is None else out
     if scores.numel() == 0:
@@ -115,7 +118,7 @@ def topk_blocks(scores: Tensor, *, top_k: int, out: Tensor | None = None) -> Ten
     return blocks
 
 
-@portable(sparse_select.select_blocks)
+@portable(sparse_select.select_blocks, constraints=[Dim("top_k") <= MOST])
 def select_blocks(
     q: Tensor,
     block_cache: Tensor,
