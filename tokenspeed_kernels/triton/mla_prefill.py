@@ -202,7 +202,9 @@ def _space(dims: Dims) -> Iterable[Config]:
 def _default(platform: Platform, dims: Dims) -> Config:
     if _wide(dims):
         return _config(32, 32, 8, 1)
-    return _config(128, 64, 4, 1) if platform.vendor == "amd" else _config(128, 64, 8, 3)
+    if platform.vendor == "amd":
+        return _config(128, 64, 4, 1)
+    return _config(128, 64, 8, 3 if dims["qk"] + dims["v_dim"] <= 320 else 2)
 
 
 def _wide(dims: Dims) -> bool:
