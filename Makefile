@@ -41,7 +41,7 @@ test-all: lint
 test-gpu: setup
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu
 
-$(OLDEST_TRITON): setup
+$(OLDEST_TRITON): | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
 # What ships as evidence of the portable kernels and needs no device: they compile for every arch on the oldest and the

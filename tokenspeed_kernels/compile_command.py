@@ -65,6 +65,8 @@ def compile_one(task: Task) -> list[dict[str, Any]]:
     (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == task.kernel)
     platform = known_platform(task.arch)
     calls = planned_calls(default_registry.contract(kernel.op), kernel, platform)
+    if not calls:
+        print(f"{kernel.name} for {platform.arch}: no case of its op that it would serve", file=sys.stderr)
     rows = compile_ahead(kernel, platform, calls)
     if task.record and rows and all(row["ok"] for row in rows):
         _record(kernel, task, rows)
@@ -83,7 +85,7 @@ def compile_ahead(kernel: Kernel, platform: Platform, calls: Sequence[KernelCall
     except Exception as error:  # a compiler may fail in any way; the row says how
         print(f"{kernel.name} for {platform.arch}: {type(error).__name__}: {error}", file=sys.stderr)
         return [{**head, **empty}]
-    return [{**head, **launch.to_json(), "ok": True} for launch in found]
+    return [{**head, **launch.to_json(), "ok": True} for launch in found] or [{**head, **empty}]
 
 
 def _compiles(backend: str) -> bool:

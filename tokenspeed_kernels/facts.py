@@ -20,7 +20,7 @@ def versions() -> dict[str, str | None]:
 
 
 def device_name() -> str:
-    """The accelerator's name and driver, or `cpu`."""
+    """The accelerator's name, or `cpu`."""
     if not torch.cuda.is_available():
         return "cpu"
     return torch.cuda.get_device_name()
@@ -28,10 +28,16 @@ def device_name() -> str:
 
 def facts_now() -> dict[str, Any]:
     """Command, date (UTC), commit, device and installed versions, as JSON can hold them."""
-    command = " ".join(["tokenspeed-kernels", *map(shlex.quote, sys.argv[1:])])
+    command = " ".join([Path(sys.argv[0]).name, *(shlex.quote(_portable(word)) for word in sys.argv[1:])])
     installed = {name: found for name, found in versions().items() if found is not None}
     today = datetime.now(UTC).date().isoformat()
     return {"command": command, "date": today, "commit": commit(), "device": device_name(), "versions": installed}
+
+
+def _portable(word: str) -> str:
+    """An argument without the folders of this machine."""
+    option, equals, value = word.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,6 +98,7 @@ def _check(task: _Task) -> Report:
 
 
 def _device() -> torch.device:
+    """Where kernels are verified; where Triton interprets, everything is, so that results are of one kind."""
     return torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
 
 
@@ -106,11 +107,11 @@ def _record(task: _Task, kernel: Kernel, report: Report) -> None:
         return  # runs wherever torch does, and needs no evidence of its own
     facts = {**facts_now(), "cases": report.cases, "refused": report.refused}
     facts |= {"worst_error": report.worst.error, "tolerance": report.worst.tolerance}
-    level = Level.INTERPRETED if interpreted() else Level.VERIFIED
-    archs = [platform.arch for platform in _served(kernel)] if interpreted() else [task.arch]
+    in_interpreter = kernel.compiler == "triton" and interpreted()
+    level = Level.INTERPRETED if in_interpreter else Level.VERIFIED
+    archs = [platform.arch for platform in _served(kernel)] if in_interpreter else [task.arch]
     for arch in archs:
-        found = Record(kernel.name, kernel.source_hash, arch, compiler_version(kernel))
-        found = replace(found, proofs={level: facts})
+        found = Record(kernel.name, kernel.source_hash, arch, compiler_version(kernel), {level: facts})
         if task.evidence is None:
             default_registry.record(found)
         else:

@@ -38,6 +38,8 @@ def warmup(
     platform = present_platform() if arch is None else known_platform(arch)
     calls = _unique(_rehearsal()(model, max_batch, max_step_tokens, page_size))
     tasks = _tasks(calls, platform)
+    if not tasks:
+        raise TokenspeedError(f"nothing to compile for {platform.arch}: plain torch serves all of it")
     rows = [row for found in each(_compile, tasks, "warm up", jobs) for row in found]
     print_rows(rows, f"{len(calls)} different calls on {platform.arch}", as_json)
     if not all(row["ok"] for row in rows):

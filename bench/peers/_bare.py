@@ -27,7 +27,7 @@ def missing(package: str) -> str | None:
     where = folder()
     if where is None:
         return "TOKENSPEED_PEERS names no folder"
-    return None if (where / package).exists() else f"no {package} in {where}"
+    return None if (where / package).exists() else f"no {package} in the folder that TOKENSPEED_PEERS names"
 
 
 def bare(name: str) -> types.ModuleType:

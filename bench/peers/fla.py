@@ -24,7 +24,7 @@ def available() -> str | None:
 def adapters() -> dict[str, Adapter]:
     if importlib.util.find_spec("fla") is None:
         sys.path.insert(0, str(_bare.folder()))
-    return {"gdn_decode": gdn_decode, "gdn_verify_replay": gdn_verify, "gdn_prefill": gdn_prefill}
+    return {"gdn_decode": gdn_decode, "gdn_verify_replay": gdn_verify_replay, "gdn_prefill": gdn_prefill}
 
 
 def gdn_decode(a: Mapping[str, Any]) -> PeerCall | None:
@@ -32,9 +32,8 @@ def gdn_decode(a: Mapping[str, Any]) -> PeerCall | None:
     return _recurrent(a, {name: a[name][:, None] for name in ("q", "k", "v", "g", "beta")})
 
 
-def gdn_verify(a: Mapping[str, Any]) -> PeerCall | None:
-    """It keeps the last state, ours only reads: what it keeps cannot be compared, and the outputs only of calls
-    without tokens to replay."""
+def gdn_verify_replay(a: Mapping[str, Any]) -> PeerCall | None:
+    """It keeps the last state, ours only reads; it replays nothing, so its outputs are not compared."""
     return _recurrent(a, {name: a[name] for name in ("q", "k", "v", "g", "beta")}, compared=False)
 
 

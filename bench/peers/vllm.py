@@ -1,4 +1,7 @@
-"""vllm 0.33: its Triton kernels for MLA decode, gated residual and n-grams."""
+"""vllm 0.33: its Triton kernels for MLA decode, gated residual and n-grams.
+
+On Hopper vllm itself would decode MLA by FlashMLA or FlashAttention-3, which are no Triton kernels.
+"""
 
 import functools
 import importlib.util
@@ -14,7 +17,7 @@ from tokenspeed_kernels.benchmark.peers import Adapter, PeerCall
 
 from . import _bare
 
-NAME = "vllm"
+NAME = "vllm (Triton)"
 
 
 def available() -> str | None:

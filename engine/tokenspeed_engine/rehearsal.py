@@ -66,7 +66,8 @@ def _steps(max_batch: int, max_step_tokens: int) -> Iterator[tuple[int, list[int
     """Decoding sequences and the lengths of prefills, of steps."""
     yield from ((decodes, []) for decodes in _powers(max_batch))
     yield from ((0, [tokens]) for tokens in _powers(max_step_tokens))
-    yield max_batch, [max_step_tokens - max_batch]
+    if max_step_tokens > max_batch:
+        yield max_batch, [max_step_tokens - max_batch]
 
 
 def _batch(description: ModelDescription, decodes: int, prefills: Sequence[int], longest: int, page_size: int) -> Batch:

@@ -16,7 +16,15 @@ from tokenspeed_registry import trace
 OPS = {
     *("embedding", "linear", "residual_mix", "residual_inject", "residual_inject_mix"),
     *("ngram_embed", "ngram_gate", "ngram_inject", "causal_conv_prefill", "causal_conv_update"),
-    *("gdn_inputs_prefill", "gdn_inputs_update", "gdn_decode", "gdn_prefill", "gated_rms_norm", "grouped_rms_norm", "rope"),
+    *(
+        "gdn_inputs_prefill",
+        "gdn_inputs_update",
+        "gdn_decode",
+        "gdn_prefill",
+        "gated_rms_norm",
+        "grouped_rms_norm",
+        "rope",
+    ),
     *("kv_cache_write", "paged_attention", "sigmoid_mul", "moe_route", "moe_experts", "silu_mul"),
     *("index_cache_write", "select_blocks", "sparse_attention"),
 }

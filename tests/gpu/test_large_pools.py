@@ -8,8 +8,8 @@ from tokenspeed_kernels import gdn, mla, ngram
 
 pytestmark = pytest.mark.gpu
 PAGE, ROW = 64, 576
-HIGH_PAGE = 58_250
-"""Pages of 64 rows of 576 bfloat16 numbers: this one lies past 4 GiB."""
+HIGH_PAGE = (1 << 31) // (PAGE * ROW) + 1
+"""The first page that lies past 2^31 elements, and 4 GiB."""
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -35,9 +35,9 @@ def test_mla_reads_and_writes_high_pages() -> None:
     assert torch.equal(cache[:8], cache[HIGH_PAGE : HIGH_PAGE + 8])
 
 
-def test_gdn_state_pools_past_4_gib() -> None:
+def test_gdn_state_pools_past_2_31_elements() -> None:
     heads, width = 48, 128
-    high = (1 << 32) // (heads * width * width * 4) + 3
+    high = (1 << 31) // (heads * width * width) + 3
     state = torch.empty(high + 4, heads, width, width, device=CUDA)
     state[:4] = normal(4, heads, width, width, dtype=torch.float32) * 0.1
     state[high : high + 4] = state[:4]

@@ -16,14 +16,19 @@ Written by `make docs` from the files in `bench/results`, which `tokenspeed-kern
 tokenspeed-kernels bench [OP ...] [--shapes model|sweep] [--peers] [--record] [--html FILE] [--json]
 ```
 
-How it measures: calls are captured in one CUDA graph, each on its own copy of the arguments, together several times the
-L2 cache, which is flushed before each replay: every call finds cold data. What an op changes in place is restored
-before each replay. The time is the median of at least five replays over the number of calls; *spread* is (max − min)
-over it. The output of the last timed call is checked against the plain-torch kernel, and a wrong one gets an error
-instead of a time. *Of floor* is the time that the op's bytes and products must take by the ceilings which the same
-process measured (copy, cold reads by size, a sustained matrix product, an empty launch), over the time that it took.
-*Peers* are other projects' kernels on the same data in the same process ([adapters](../bench/peers/README.md)). Clocks
-were left as they are; times of one cell differ by 1 to 5% between runs, so only ratios within one run are claimed.
+How it measures: calls are captured in one CUDA graph, each on its own copy of the arguments, up to 64 of them, and the
+L2 cache is flushed before each replay: calls find cold data. What an op changes in place is restored before each
+replay. The time is the median of at least five replays over the number of calls; *spread* is (max − min) over it. The
+output of the last timed call is checked against the plain-torch kernel, by twice the op's tolerance, and a wrong one
+gets an error instead of a time. *Of floor* is the time that the op's bytes and products must take by the ceilings which
+the same process measured (copy, cold reads by size, a sustained matrix product, an empty launch), over the time that it
+took.
+
+*Peers* are other projects' kernels on the same data in the same process, by the [adapters](../bench/peers/README.md):
+the one kernel that an adapter names, which need not be what that project would select. Those of FlashInfer and
+tokenspeed-kernel for the delta rule make its gates too, which ours are given. † marks a peer whose answer was not
+compared with ours, for example because it rounds activations to FP8 or computes part of the op; the others agree within
+8 times the op's tolerance. Clocks were left as they are, so only ratios within one run are claimed.
 
 Each table has the fastest of our kernels for a call. Those where a peer is faster come first.
 """
@@ -45,11 +50,14 @@ def _section(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"Ceilings: {_ceilings(results['ceilings'])}.\n"
     lost = [row for row in rows if row.behind is not None and row.behind > 1]
     compared = [row for row in rows if row.behind is not None]
+    yield f"Ops that were timed: {', '.join(sorted({row.op for row in rows}))}; the command names what was asked for.\n"
     yield f"{len(rows)} calls; a peer was timed at {len(compared)} of them and is faster at {len(lost)}.\n"
     errors = [row for row in map(Row.from_json, results["rows"]) if row.error is not None]
-    for row in errors:
-        yield f"- no time: {row.kernel}, {row.shape}: {row.error}"
-    yield "\n" * bool(errors) + "| op | call | kernel | µs | spread | of floor | fastest peer | time / peer's |"
+    remarks = [f"- no time: {row.kernel}, {row.shape}: {row.error}" for row in errors]
+    remarks += [f"- {note}" for note in results.get("notes", ())]
+    remarks += [f"- {row.op}, {row.shape}: {note}" for row in rows for note in row.notes if _failed(note)]
+    yield from dict.fromkeys(remarks)
+    yield "\n" * bool(remarks) + "| op | call | kernel | µs | spread | of floor | fastest peer | time / peer's |"
     yield "|---|---|---|---|---|---|---|---|"
     yield from map(_row, rows)
     yield ""
@@ -64,12 +72,17 @@ def _row(row: Row) -> str:
         _us(row.us),
         "" if row.spread is None else f"{row.spread:.1%}",
         "" if row.of_ceiling is None else f"{row.of_ceiling:.0%}",
-        "" if peer is None else f"{peer[0]} {_us(peer[1])}",
+        "" if peer is None else f"{peer[0]} {_us(peer[1])}{' †' if f'{peer[0]}: not compared' in row.notes else ''}",
         ""
         if row.behind is None
         else f"{'**' if row.behind > 1 else ''}{row.behind:.2f}{'**' if row.behind > 1 else ''}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _failed(note: str) -> bool:
+    """Whether a note says that a peer has no time though its adapter was there."""
+    return ": wrong " in note or ": failed: " in note
 
 
 def _us(us: float | None) -> str:
