@@ -28,7 +28,9 @@ def device_name() -> str:
 
 def facts_now() -> dict[str, Any]:
     """Command, date (UTC), commit, device and installed versions, as JSON can hold them."""
-    command = " ".join([Path(sys.argv[0]).name, *(shlex.quote(_portable(word)) for word in sys.argv[1:])])
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    command = " ".join([name, *(shlex.quote(_portable(word)) for word in sys.argv[1:])])
     installed = {name: found for name, found in versions().items() if found is not None}
     today = datetime.now(UTC).date().isoformat()
     return {"command": command, "date": today, "commit": commit(), "device": device_name(), "versions": installed}
