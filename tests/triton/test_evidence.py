@@ -12,6 +12,22 @@ from tokenspeed_registry.registry import default_registry
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "gfx950")
 OLDEST, NEWEST = "triton 3.6", "triton 3.9"
 """That are supported."""
+SPILLS = {
+    "triton.gdn_verify_replay": 8,
+    "triton.index_cache_write": 32,
+    "triton.linear": 16,
+    "triton.logprobs": 24,
+    "triton.mla_decode": 176,
+    "triton.moe_experts": 16,
+    "triton.moe_experts_fp8_block": 32,
+    "triton.moe_experts_nvfp4": 80,
+    "triton.paged_attention": 392,
+    "triton.residual_inject_mix": 168,
+    "triton.residual_mix": 80,
+    "triton.sample": 24,
+}
+"""The most that a kernel may spill at its chosen configurations; those not named, nothing. Faults that are known, not
+choices that were shown to pay: a kernel that is mended leaves the table."""
 KERNELS = [kernel for kernel in default_registry.kernels() if kernel.backend == "triton"]
 
 
@@ -28,7 +44,10 @@ def shipped(kernel: Kernel, arch: str) -> dict[str, Record]:
 def test_every_kernel_compiles_for_every_arch(kernel: Kernel, arch: str, compiler: str) -> None:
     records = shipped(kernel, arch)
     assert compiler in records, f"run `make evidence`: nothing of {kernel.name} on {arch} under {compiler}"
-    assert records[compiler].proofs[Level.COMPILED]["configs"]
+    configs = records[compiler].proofs[Level.COMPILED]["configs"]
+    assert configs
+    for config in configs:
+        assert config["spills"] <= SPILLS.get(kernel.name, 0), f"{config['config']} spills on {arch} under {compiler}"
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if interpretable(k)], ids=lambda kernel: kernel.name)

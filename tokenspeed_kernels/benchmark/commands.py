@@ -132,15 +132,15 @@ def tune(
     tuner = Tuner(run)
     path = out or tuning.user_table(run.platform)
     facts = facts_now()
-    facts |= {package: facts["versions"].get(package) for package in ("triton", "torch")}
+    lost = False
     try:
         for cell in progress(cells):
             with counted(seconds, cell.contract.name):
                 tuner.tune(cell, run.kernels(cell.contract.name))
             save(tuner.choices, path, facts)  # a run that is cut short has not run for nothing
     except DeviceLostError as error:
+        lost = True
         notes.append(f"the device is lost, the rest was not tuned: {error}")
-    tuning.tables.cache_clear()
     notes.append("seconds: " + ", ".join(f"{name} {took:.0f}" for name, took in seconds.items()))
     for note in [*notes, *tuner.skipped, f"table: {path}"]:
         print(note, file=sys.stderr)
@@ -149,6 +149,8 @@ def tune(
         print_json(rows)
     else:
         print_table(f"tuned for {run.platform.device}", rows)
+    if lost:
+        raise typer.Exit(1)
 
 
 def results_file(out: Path | None, run: Bench) -> Path | None:
