@@ -37,9 +37,10 @@ test-all: lint
 	$(BIN)/python -m pytest -n auto -m "not gpu and not compiles"
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto -m compiles tests/triton
 
-# On a machine with an accelerator, where Triton compiles instead of interpreting.
+# On a machine with an accelerator, where Triton compiles instead of interpreting. Its results are evidence.
 test-gpu: setup
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu
+	TRITON_INTERPRET=0 TOKENSPEED_GPU_RESULTS=tests/gpu/results/tests.json $(BIN)/python -m pytest -m gpu
+	TRITON_INTERPRET=0 $(BIN)/python -m tests.gpu.sanitize tests/gpu/results/sanitizer.json
 
 $(OLDEST_TRITON): | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0

@@ -31,6 +31,9 @@ class Task:
     record: bool
     evidence: Path | None
 
+    def __str__(self) -> str:
+        return f"{self.kernel} for {self.arch}"
+
 
 def compile_kernels(
     arch: Annotated[str, typer.Option(help="Archs of the table, separated by commas.")],
@@ -54,7 +57,7 @@ def compile_kernels(
     ]
     if not tasks:
         raise UnknownNameError("no kernel to compile: the filters leave none with a compiler for these archs")
-    rows = [row for found in each(compile_one, tasks, "compile", jobs) for row in found]
+    rows = [row for found in each(compile_one, tasks, "compile", jobs, _died) for row in found]
     print_rows(rows, "compiled", as_json)
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
@@ -75,8 +78,7 @@ def compile_one(task: Task) -> list[dict[str, Any]]:
 
 def compile_ahead(kernel: Kernel, platform: Platform, calls: Sequence[KernelCall]) -> list[dict[str, Any]]:
     """A row for each distinct launch of the calls; one that is not ok where they do not compile."""
-    head = {"kernel": kernel.name, "config": "", "arch": platform.arch, "ok": False}
-    empty: dict[str, Any] = {"registers": None, "spills": None, "shared_bytes": None, "instructions": {}}
+    blank = failed(kernel.name, platform.arch)
     plugin = next(status.plugin for status in default_registry.plugins() if status.name == kernel.backend)
     assert plugin is not None, kernel.backend
     assert plugin.compile is not None, kernel.backend
@@ -84,8 +86,18 @@ def compile_ahead(kernel: Kernel, platform: Platform, calls: Sequence[KernelCall
         found = load_compile(plugin.compile)(kernel, platform, calls)
     except Exception as error:  # a compiler may fail in any way; the row says how
         print(f"{kernel.name} for {platform.arch}: {type(error).__name__}: {error}", file=sys.stderr)
-        return [{**head, **empty}]
-    return [{**head, **launch.to_json(), "ok": True} for launch in found] or [{**head, **empty}]
+        return [blank]
+    return [{**blank, **launch.to_json(), "ok": True} for launch in found] or [blank]
+
+
+def failed(kernel: str, arch: str) -> dict[str, Any]:
+    """The row of a kernel that does not compile."""
+    head = {"kernel": kernel, "config": "", "arch": arch, "ok": False}
+    return {**head, "registers": None, "spills": None, "shared_bytes": None, "instructions": {}}
+
+
+def _died(task: Task, how: str) -> list[dict[str, Any]]:
+    return [failed(task.kernel, task.arch)]
 
 
 def _compiles(backend: str) -> bool:

@@ -34,6 +34,9 @@ class _Task:
     record: bool
     evidence: Path | None
 
+    def __str__(self) -> str:
+        return self.kernel
+
 
 def verify(
     op: Ops = None,
@@ -53,7 +56,7 @@ def verify(
     tasks = [_Task(name, arch, limit, records, evidence) for name, arch in found if arch is not None]
     if not tasks:
         raise UnknownNameError("no kernel to verify here: the filters leave none that this machine can run")
-    reports = each(_check, tasks, "verify", jobs)
+    reports = each(_check, tasks, "verify", jobs, _died)
     print_rows([_verdict(report) for report in reports], f"conformance on {_device()}", as_json)
     # A module that failed to import took its kernels along: their absence must not pass for success.
     broken = [status for status in default_registry.plugins() if status.usable and status.reason]
@@ -94,7 +97,14 @@ def _check(task: _Task) -> Report:
         print(f"{kernel.name}: {failure}", file=sys.stderr)
     if report.ok and task.record:
         _record(task, kernel, report)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # other processes check kernels on this device too
     return report
+
+
+def _died(task: _Task, how: str) -> Report:
+    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == task.kernel)
+    return Report(kernel.op, kernel.name, kernel.backend, failures=[how])
 
 
 def _device() -> torch.device:

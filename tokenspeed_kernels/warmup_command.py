@@ -1,25 +1,35 @@
 """`tokenspeed-kernels warmup`: compiles ahead all that a model will need, so that no request waits for a compiler."""
 
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tokenspeed_kernels.compile_command import Jobs, compile_ahead
+from tokenspeed_kernels.compile_command import Jobs, compile_ahead, failed
 from tokenspeed_kernels.parallel import each
 from tokenspeed_kernels.printing import Json, print_rows
 from tokenspeed_registry import Call, Kernel, Platform, TokenspeedError, known_platform, present_platform
 from tokenspeed_registry.compiled import on_meta
 from tokenspeed_registry.registry import default_registry
-from tokenspeed_registry.scope import Outline
+from tokenspeed_registry.scope import outlined
 
 REHEARSALS = "tokenspeed_kernels.rehearsals"
 """Entry points of those who run models: `rehearse(folder, max_batch, max_step_tokens, page_size) -> list[Call]`."""
 
-Task = tuple[str, str, list[Mapping[str, Any]]]
-"""A kernel by name, an arch, and the arguments of calls, tensors as outlines."""
+
+@dataclass(frozen=True)
+class Task:
+    """A kernel by name, an arch, and the arguments of calls, tensors as outlines."""
+
+    kernel: str
+    arch: str
+    calls: Sequence[Mapping[str, Any]]
+
+    def __str__(self) -> str:
+        return f"{self.kernel} for {self.arch}"
 
 
 def warmup(
@@ -40,7 +50,7 @@ def warmup(
     tasks = _tasks(calls, platform)
     if not tasks:
         raise TokenspeedError(f"nothing to compile for {platform.arch}: plain torch serves all of it")
-    rows = [row for found in each(_compile, tasks, "warm up", jobs) for row in found]
+    rows = [row for found in each(_compile, tasks, "warm up", jobs, _died) for row in found]
     print_rows(rows, f"{len(calls)} different calls on {platform.arch}", as_json)
     if not all(row["ok"] for row in rows):
         raise typer.Exit(1)
@@ -62,26 +72,24 @@ def _tasks(calls: list[Call], platform: Platform) -> list[Task]:
     """The calls of each kernel that has something to compile, the kernel being that which selection would take."""
     grouped: dict[str, list[Mapping[str, Any]]] = {}
     for call in calls:
-        kernel = _chosen(call, platform)
+        kernel = chosen(call, platform)
         if kernel is not None and kernel.compiler is not None:
             grouped.setdefault(kernel.name, []).append(call.arguments)
-    return [(name, platform.arch, arguments) for name, arguments in grouped.items()]
+    return [Task(name, platform.arch, arguments) for name, arguments in grouped.items()]
 
 
-def _chosen(call: Call, platform: Platform) -> Kernel | None:
+def chosen(call: Call, platform: Platform) -> Kernel | None:
+    """The kernel that selection would take."""
     candidates = default_registry.explain(call.op, platform, call.signature)
     return next((candidate.kernel for candidate in candidates if candidate.accepted), None)
 
 
+def _died(task: Task, how: str) -> list[dict[str, Any]]:
+    return [failed(task.kernel, task.arch)]
+
+
 def _compile(task: Task) -> list[dict[str, Any]]:
-    name, arch, calls = task
-    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
+    (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == task.kernel)
     contract = default_registry.contract(kernel.op)
-    tensors = (
-        {
-            role: value.like("cpu" if role in contract.host else "meta") if isinstance(value, Outline) else value
-            for role, value in arguments.items()
-        }
-        for arguments in calls
-    )
-    return compile_ahead(kernel, known_platform(arch), [on_meta(contract, arguments) for arguments in tensors])
+    prepared = [on_meta(contract, outlined(contract, arguments)) for arguments in task.calls]
+    return compile_ahead(kernel, known_platform(task.arch), prepared)

@@ -6,9 +6,11 @@ Where the peers' packages lie unpacked is said by TOKENSPEED_PEERS, a folder; wi
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import site
 import sys
 import types
 from collections.abc import Sequence
@@ -28,6 +30,18 @@ def missing(package: str) -> str | None:
     if where is None:
         return "TOKENSPEED_PEERS names no folder"
     return None if (where / package).exists() else f"no {package} in the folder that TOKENSPEED_PEERS names"
+
+
+def on_path() -> None:
+    """Whole packages that lie there can be imported, after those that are installed."""
+    if (where := folder()) is not None and str(where) not in sys.path:
+        site.addsitedir(str(where))
+
+
+def version(package: str) -> str:
+    """By the metadata of a package that is installed or lies there; empty without any."""
+    found = importlib.metadata.distributions(name=package, path=[*map(str, filter(None, [folder()])), *sys.path])
+    return next((each.version for each in found), "")
 
 
 def bare(name: str) -> types.ModuleType:

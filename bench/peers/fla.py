@@ -1,7 +1,6 @@
-"""flash-linear-attention (fla-core 0.6.0): recurrent and chunked gated delta rule, float32 state."""
+"""flash-linear-attention (fla-core): recurrent and chunked gated delta rule, float32 state."""
 
 import importlib.util
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,9 +20,12 @@ def available() -> str | None:
     return None
 
 
+def version() -> str:
+    return _bare.version("fla-core")
+
+
 def adapters() -> dict[str, Adapter]:
-    if importlib.util.find_spec("fla") is None:
-        sys.path.insert(0, str(_bare.folder()))
+    _bare.on_path()
     return {"gdn_decode": gdn_decode, "gdn_verify_replay": gdn_verify_replay, "gdn_prefill": gdn_prefill}
 
 

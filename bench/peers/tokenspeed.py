@@ -1,4 +1,4 @@
-"""tokenspeed-kernel 0.1.4: its Triton kernels, on the Triton that is installed."""
+"""tokenspeed-kernel: its Triton kernels, on the Triton that is installed."""
 
 import sys
 from collections.abc import Mapping
@@ -18,6 +18,10 @@ NAME = "tokenspeed-kernel"
 
 def available() -> str | None:
     return _bare.missing("tokenspeed_kernel")
+
+
+def version() -> str:
+    return _bare.version("tokenspeed-kernel")
 
 
 def adapters() -> dict[str, Adapter]:
@@ -131,7 +135,7 @@ def residual_inject_mix(a: Mapping[str, Any]) -> PeerCall | None:
 
 
 def ngram_embed(a: Mapping[str, Any]) -> PeerCall | None:
-    """Its hash takes sequences of one length."""
+    """Its hash takes sequences of one length, and products that are not negative."""
     from tokenspeed_kernel.ops.ple import _ple_host_gather_kernel, ple_ngram_ids, prepare_ngram_reciprocals
 
     lengths = a["cu_seqlens"].diff()
@@ -139,7 +143,7 @@ def ngram_embed(a: Mapping[str, Any]) -> PeerCall | None:
     if table.dtype != torch.float8_e4m3fn or scale is None or scale.numel() != 1 or a["first_row"] is not None:
         return None
     length = int(lengths[0])
-    if not bool((lengths == length).all()):
+    if not bool((lengths == length).all()) or bool((a["multipliers"] < 0).any()):
         return None
     tokens, seqs, device = a["ids"].shape[0], lengths.shape[0], a["ids"].device
     heads, width = a["moduli"].shape[0], table.shape[1]

@@ -1,12 +1,10 @@
-"""vllm 0.33: its Triton kernels for MLA decode, gated residual and n-grams.
+"""vllm: its Triton kernels for MLA decode, gated residual and n-grams.
 
 On Hopper vllm itself would decode MLA by FlashMLA or FlashAttention-3, which are no Triton kernels.
 """
 
-import functools
-import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,12 +22,17 @@ def available() -> str | None:
     return _bare.missing("vllm")
 
 
+def version() -> str:
+    return _bare.version("vllm")
+
+
 def adapters() -> dict[str, Adapter]:
-    _prepare()
+    prepare()
     return {"mla_decode": mla_decode, "residual_inject_mix": residual_inject_mix, "ngram_embed": ngram_embed}
 
 
-def _prepare() -> None:
+def prepare() -> None:
+    """Lets its single modules be imported."""
     if "vllm" in sys.modules:
         return
     import triton
@@ -108,8 +111,19 @@ def mla_decode(a: Mapping[str, Any]) -> PeerCall | None:
 
 
 def residual_inject_mix(a: Mapping[str, Any]) -> PeerCall | None:
-    """Triton kernels around two products by cuBLAS; up to 48 tokens its CuTe kernel does the first, where it runs."""
-    from vllm.models.qwen4_exp.nvidia.ops.hc import hc_combine_norm, hc_gate_mix, hc_silu
+    """Triton kernels around two products by cuBLAS."""
+    from vllm.models.qwen4_exp.nvidia.ops.hc import hc_silu
+
+    def down(normed: Tensor, weights: Tensor, rank: int, streams: int) -> Tensor:
+        low: Tensor = hc_silu(F.linear(normed, weights)[:, :rank], streams)
+        return low
+
+    return residual_with(down, a)
+
+
+def residual_with(down: Callable[[Tensor, Tensor, int, int], Tensor], a: Mapping[str, Any]) -> PeerCall | None:
+    """With `down` for the product with the weights that lead down, and its activation."""
+    from vllm.models.qwen4_exp.nvidia.ops.hc import hc_combine_norm, hc_gate_mix
 
     if a["w_down"].dtype != torch.bfloat16 or a["w_inject"].shape[0] == 0:
         return None
@@ -119,27 +133,13 @@ def residual_inject_mix(a: Mapping[str, Any]) -> PeerCall | None:
     weights = F.pad(torch.cat([a["w_down"], a["w_inject"]]), (0, 0, 0, padding))
     x, norm = a["x"].view(tokens, -1), a["norm_weight"].reshape(-1)
     logits = (streams * torch.logit((a["inject"] / 2).clamp(1e-6, 1 - 1e-6))).to(x.dtype)
-    fused = _hc_down_silu() if tokens <= 48 else None
 
     def run() -> Any:
         combined, normed = hc_combine_norm(x, a["y"], logits, norm, a["eps"], streams)
-        if fused is not None:
-            low, _ = fused(normed, weights, rank, streams)
-        else:
-            low = hc_silu(F.linear(normed, weights)[:, :rank], streams)
+        low = down(normed, weights, rank, streams)
         return combined, hc_gate_mix(normed, F.linear(low, a["w_up"]), streams)
 
     return PeerCall(run, lambda out: {"mixed": out[1], "x": out[0].view(a["x"].shape)})
-
-
-@functools.cache
-def _hc_down_silu() -> Any:
-    """Its CuTe kernel; None where the CuTe DSL is not installed."""
-    if importlib.util.find_spec("cutlass") is None:
-        return None
-    from vllm.models.qwen4_exp.nvidia.ops.cute_dsl.hc_down_silu import hc_down_silu
-
-    return hc_down_silu
 
 
 def ngram_embed(a: Mapping[str, Any]) -> PeerCall | None:

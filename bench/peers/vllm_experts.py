@@ -1,4 +1,4 @@
-"""vllm 0.33's experts at decode: its Triton kernel with FP8 blocks, and Marlin with 4-bit weights.
+"""vllm's experts at decode: its Triton kernel with FP8 blocks, and Marlin with 4-bit weights.
 
 Marlin's 4-bit integers with groups of 128 stand for our NVFP4: 8% fewer weight bytes, other numbers, so its results
 are not compared. Between its two products both run our `silu_mul`; vllm's tuned tile sizes are not searched. Its
@@ -7,7 +7,6 @@ library is `vllm_so/_moe_C_stable_libtorch.abi3.so`; `vllm_moe_kernels.py` holds
 """
 
 import functools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,10 +27,14 @@ def available() -> str | None:
     return _bare.missing("vllm_so/_moe_C_stable_libtorch.abi3.so") or _bare.missing("vllm_moe_kernels.py")
 
 
+def version() -> str:
+    return _bare.version("vllm")
+
+
 def adapters() -> dict[str, Adapter]:
     folder = _bare.folder()
     torch.ops.load_library(str(folder) + "/vllm_so/_moe_C_stable_libtorch.abi3.so")  # type: ignore[no-untyped-call]
-    sys.path.insert(0, str(folder))
+    _bare.on_path()
     return {"moe_experts": bfloat16, "moe_experts_fp8_block": fp8, "moe_experts_nvfp4": marlin}
 
 

@@ -54,19 +54,26 @@ class AsyncLLM:
         """Token ids of a prompt, off the event loop, since a long text takes a while. Raises as `LLM.encode`."""
         return await asyncio.to_thread(self._llm.encode, prompt)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """Token ids of a chat as the model's template writes it, up to where the assistant's answer begins.
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> str:
+        """A chat as the model's template writes it, up to where the assistant's answer begins.
 
         `variables` go to the template. Raises `ChatTemplateError` where it refuses the messages or there is none, and
         `RequestRefusedError` for text that is no Unicode.
         """
         if self.tokenizer is None:
             raise ChatTemplateError("this model has no tokenizer, so it takes token ids only")
-        text = self.tokenizer.render_chat(messages, **variables)
+        text = self.tokenizer.render_chat(messages, tools, **variables)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestRefusedError(f"messages: {error.reason}") from error
+        return text
+
+    async def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a rendered chat, which holds its special tokens, off the event loop."""
+        assert self.tokenizer is not None
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=False)
 
     def submit(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> "RequestGroup":

@@ -9,18 +9,20 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from tokenspeed_engine.bench import commands as bench
 from tokenspeed_engine.checkpoint.errors import CheckpointError
 from tokenspeed_engine.control import RequestRefusedError, SamplingParams
 from tokenspeed_engine.llm import LLM, EngineOptions
 from tokenspeed_registry import Call, TokenspeedError, trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app.add_typer(bench.app, name="bench")
 DEMO_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 DEMO_TOKENS = 96
 
@@ -108,16 +110,29 @@ def serve(
     max_step_tokens: Annotated[int, typer.Option(help="Tokens one step runs.")] = EngineOptions.max_step_tokens,
     max_context: Annotated[int | None, typer.Option(help="Tokens of one request; else the model's limit.")] = None,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Time to finish requests after SIGTERM.")] = 30,
+    api_key: Annotated[str | None, typer.Option(envvar="TOKENSPEED_API_KEY", help="Asked for by /v1.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Requests at once; those beyond get 503.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until a request is given up.")] = None,
+    reasoning_parser: Annotated[str | None, typer.Option(help="qwen3: reasoning in its own field.")] = None,
+    tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls.")] = "qwen3_coder",
 ) -> None:
     """Serve OpenAI's HTTP API: /v1/models, /v1/completions, /v1/chat/completions; /health and /metrics."""
     try:
+        from tokenspeed_engine.server import options as server
         from tokenspeed_engine.server import run
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
             raise
         _refuse(f"serve needs {error.name}: pip install 'tokenspeed-kernels[server]'")
     options = EngineOptions(dtype=dtype, max_batch=max_batch, max_step_tokens=max_step_tokens, max_context=max_context)
-    run.serve(model, options, host, port, served_model_name, drain_seconds)
+    served = server.ServerOptions(
+        api_key=api_key,
+        max_requests=max_requests,
+        timeout=timeout,
+        reasoning=cast(server.ReasoningFormat | None, reasoning_parser),
+        tool_calls=cast(server.ToolFormat, tool_call_parser),
+    )
+    run.serve(model, options, host, port, served_model_name, drain_seconds, served)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tokenspeed_engine.control import EngineCore, RequestOutput, RequestRefusedError, SamplingParams
+from tokenspeed_engine.control import Counters, EngineCore, RequestOutput, RequestRefusedError, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What the engine holds between two steps."""
+    """What the engine holds between two steps, and what it has done since its start."""
 
     num_running: int
     num_waiting: int
@@ -44,6 +44,7 @@ class EngineStats:
     num_pages: int
     num_free_slots: int
     num_slots: int
+    counters: Counters
 
 
 Event = Admitted | RequestOutput | Exception
@@ -109,14 +110,17 @@ class EngineThread:
         while not self._stopping:
             if not self._core.has_work or self._broken:
                 self._commands.get()()
-            while not self._commands.empty():
-                self._commands.get()()
+            self._take_commands()
             self._stats = self._count()
             if self._broken:
                 self._fail_all(EngineClosedError("the engine is broken by a failure"))
             else:
                 self._step()
             self._stats = self._count()
+
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
 
     def _add(self, requests: Sequence[NewRequest], receive: Receiver) -> None:
         added: list[str] = []
@@ -146,7 +150,7 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            outputs = self._core.step()
+            outputs = self._core.step(self._take_commands)
         except Exception as error:
             # The executor's own failures end as outputs. This is one of the control plane: the requests are given up,
             # and with them all that they hold, which leaves a core that works.
@@ -189,4 +193,5 @@ class EngineThread:
             num_pages=scheduler.pages.num_pages,
             num_free_slots=scheduler.slots.num_free,
             num_slots=scheduler.slots.num_slots,
+            counters=self._core.counters,
         )

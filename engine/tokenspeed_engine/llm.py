@@ -1,7 +1,6 @@
 """The engine in one object: `LLM(folder).generate(prompts)`."""
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tokenspeed_engine.checkpoint.load import load_weights
-from tokenspeed_engine.checkpoint.reader import Checkpoint
 from tokenspeed_engine.control import (
-    ControlConfig,
     EngineCore,
     FinishReason,
     RequestOutput,
@@ -22,36 +18,17 @@ from tokenspeed_engine.control import (
     Usage,
 )
 from tokenspeed_engine.execution.runner import ModelRunner
+from tokenspeed_engine.loading import load_model
 from tokenspeed_engine.models.families import ModelDescription, read_model
+from tokenspeed_engine.options import EngineOptions, plan_sizes
 from tokenspeed_engine.tokenizer import Tokenizer, read_stop_token_ids
 
 EMBEDDED_MODEL = Path(__file__).parent / "demo" / "checkpoint"
 """The small trained model that ships with the engine."""
 
-DEFAULT_CACHE_BYTES = 2 * 1024**3
-"""What pages and slots may take together where the caller says nothing."""
-
-logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Sizes of an engine; None takes what follows from the model and from `cache_bytes`.
-
-    `dtype` is "float32" or "bfloat16"; the default is the checkpoint's on an accelerator and float32 on a CPU, which
-    is slow in bfloat16. `max_step_tokens` bounds one step, so a longer prompt runs in chunks.
-    """
-
-    dtype: str | None = None
-    device: str | None = None
-    page_size: int = 16
-    max_batch: int = 8
-    max_step_tokens: int = 512
-    max_context: int | None = None
-    num_pages: int | None = None
-    cache_bytes: int = DEFAULT_CACHE_BYTES
-    seed: int = 0
+__all__ = ["EMBEDDED_MODEL", "LLM", "EngineOptions", "Generation", "Prompt"]
 
 
 @dataclass(frozen=True)
@@ -81,13 +58,20 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(folder)
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = _dtype(options.dtype, self.description, device)
-        control = _sizes(options, self.description, dtype)
-        with Checkpoint.open(folder) as checkpoint:
-            weights = load_weights(checkpoint, self.description.weight_plan(checkpoint.tensors), device, dtype)
-        caches = self.description.allocate_caches(
-            control.num_pages, control.page_size, control.num_slots, dtype, device
+        sizes = plan_sizes(options, self.description, dtype, device)
+        control = sizes.control
+        # The weights are dropped once the model is built: what it has put together anew is free before the caches come.
+        built = self.description.build(load_model(folder, self.description, options, device, dtype))
+        runner = ModelRunner(
+            self.description,
+            built,
+            self.description.allocate_caches(sizes.caches, dtype, device),
+            sizes.caches,
+            device,
+            num_host_snapshots=control.num_host_snapshots,
+            max_length=control.max_context,
+            buckets=device.type != "cpu" if options.buckets is None else options.buckets,
         )
-        runner = ModelRunner(self.description, self.description.build(weights), caches, control.page_size, device)
         self.core = EngineCore(
             control,
             runner,
@@ -95,7 +79,7 @@ class LLM:
             eos_token_ids=read_stop_token_ids(folder, self.description.config.eos_token_ids),
             tokenizer=self.tokenizer,
         )
-        self.num_pages, self.num_slots = control.num_pages, control.num_slots
+        self.num_pages, self.num_slots = control.num_pages, control.pool_slots
         self._numbers = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
 
@@ -192,35 +176,3 @@ def _dtype(name: str | None, description: ModelDescription, device: torch.device
     if chosen not in known:
         raise ValueError(f"dtype: expected {' or '.join(known)}, got {chosen!r}")
     return known[chosen]
-
-
-def _sizes(options: EngineOptions, description: ModelDescription, dtype: torch.dtype) -> ControlConfig:
-    """Pages for a full batch of whole contexts, or as many as fit into `cache_bytes`."""
-    for name in ("page_size", "max_batch", "max_context", "num_pages"):
-        size = getattr(options, name)
-        if size is not None and size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
-    context = options.max_context or description.config.max_position_embeddings
-    if context > description.config.max_position_embeddings:
-        limit = description.config.max_position_embeddings
-        raise ValueError(f"max_context: the model's context is {limit} tokens, got {context}")
-    page_bytes, slot_bytes = description.cache_bytes(options.page_size, dtype)
-    per_context = -(-context // options.page_size)
-    room = (options.cache_bytes - options.max_batch * slot_bytes) // page_bytes
-    pages = options.num_pages or min(options.max_batch * per_context, room)
-    if pages < per_context and options.num_pages is None:
-        raise ValueError(
-            f"cache_bytes: one context of {context} tokens takes {per_context} pages of {page_bytes} bytes, beside "
-            f"{options.max_batch} slots of {slot_bytes} bytes; {options.cache_bytes} bytes hold {max(room, 0)} pages"
-        )
-    logger.info("caches: %d pages of %d bytes, %d slots of %d bytes", pages, page_bytes, options.max_batch, slot_bytes)
-    return ControlConfig(
-        page_size=options.page_size,
-        num_pages=pages,
-        num_slots=options.max_batch,
-        max_batch=options.max_batch,
-        max_step_tokens=options.max_step_tokens,
-        max_context=context,
-        context_tokens=description.context_tokens,
-        seed=options.seed,
-    )

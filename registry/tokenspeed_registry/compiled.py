@@ -11,7 +11,7 @@ in the compiler's own cache, where the real call finds it.
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -56,13 +56,10 @@ def planned_calls(contract: Contract, kernel: Kernel, platform: Platform) -> lis
     """The calls that the op's case set names, at models' shapes and those of its sweeps, which `kernel` would serve."""
     source = case_set(contract)
     named = {**{name: source.model(name) for name in source.models}, **source.swept()}
-    on_host = {limit.name for limit in kernel.constraints if limit.kind == "host" and True in limit.bound}
     calls = []
     for case in named.values():
         arguments = source.blank(contract, case)
-        signature = source.describe(contract, arguments)
-        layouts = {name: replace(lay, on_host=name in on_host) for name, lay in signature.layouts.items()}
-        if kernel.refusals(platform, replace(signature, layouts=layouts))[0]:
+        if kernel.refusals(platform, source.describe(contract, arguments).placed(kernel.on_host))[0]:
             calls.append(on_meta(contract, arguments))
     return calls
 

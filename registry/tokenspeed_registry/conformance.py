@@ -10,7 +10,7 @@ another kernel that has passed may be the oracle.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -109,13 +109,13 @@ def check_kernel(
     """
     source = case_set(contract)
     platform = platform or platform_of(device)
-    on_host = {limit.name for limit in kernel.constraints if limit.kind == "host" and True in limit.bound}
-    way = Way(device, tuple(sorted(on_host)), run or Way.run, oracle)
+    way = Way(device, kernel.on_host, run or Way.run, oracle)
     report = Report(contract.name, kernel.name, kernel.backend)
     ran: list[tuple[Case, Signature]] = []
 
     def check(case: Case) -> None:
-        signature = _placed(source.signature(contract, case), way)
+        signature = source.signature(contract, case)
+        signature = signature if way.device.type == "cpu" else signature.placed(way.on_host)
         if not kernel.refusals(platform, signature)[0]:
             report.refused += 1
             return
@@ -260,14 +260,6 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     flat = torch.cat([x.flatten()]).view(torch.uint8)
     row = flat.numel() // max(x.shape[0], 1)
     return (flat if row % 8 else flat.view(torch.int64)).reshape(x.shape[0], row if row % 8 else row // 8)
-
-
-def _placed(signature: Signature, way: Way) -> Signature:
-    """The signature of the call as it will be made: case sets put all tensors on one device."""
-    if way.device.type == "cpu":
-        return signature
-    layouts = {name: replace(lay, on_host=name in way.on_host) for name, lay in signature.layouts.items()}
-    return replace(signature, layouts=layouts)
 
 
 def _copy(

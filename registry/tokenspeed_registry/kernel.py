@@ -116,6 +116,11 @@ class Kernel:
         """What evidence of this kernel is kept under; see `tokenspeed_registry.source_hash`."""
         return source_hash(self.function, self.sources)
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Placeable tensors that it takes in host memory, beside an accelerator."""
+        return tuple(sorted(limit.name for limit in self.constraints if limit.kind == "host" and True in limit.bound))
+
     def refusals(self, platform: Platform, signature: Signature) -> tuple[bool | None, list[str]]:
         """Whether the kernel takes such a call (None: depends on what is not given), and the reasons if not True."""
         unfit = self.requires.explain(platform)

@@ -62,18 +62,21 @@ class Call:
         Made when asked for, so that tracing is cheap. Where tensors start is not kept: alignments are those of strides.
         """
         assert self.contract is not None, "only a traced call has a signature"
-        host = self.contract.host
-        arguments = {
-            name: value.like("cpu" if name in host else "meta") if isinstance(value, Outline) else value
-            for name, value in self.arguments.items()
-        }
-        signature = signature_of(self.contract, arguments)
+        signature = signature_of(self.contract, outlined(self.contract, self.arguments))
         accelerated = not self.arguments[self.contract.tensors[0].name].is_cpu
         layouts = {
             name: replace(layout, on_host=accelerated and self.arguments[name].is_cpu)
             for name, layout in signature.layouts.items()
         }
         return replace(signature, layouts=layouts)
+
+
+def outlined(contract: Contract, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors instead of outlines, on the meta device, or on the CPU where the contract wants them there."""
+    return {
+        name: value.like("cpu" if name in contract.host else "meta") if isinstance(value, Outline) else value
+        for name, value in arguments.items()
+    }
 
 
 @dataclass(frozen=True)

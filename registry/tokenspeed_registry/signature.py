@@ -5,8 +5,8 @@ of the dims; whatever depends on the rest answers "unknown" there.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,6 +64,12 @@ class Signature:
     def count(self, name: str, default: float) -> float:
         """What was counted for this very call, or what can be said without: usually the most it may be."""
         return self.counts.get(name, default)
+
+    def placed(self, on_host: Iterable[str]) -> "Signature":
+        """The same call on an accelerator with these tensors in host memory: case sets put all on one device."""
+        names = set(on_host)
+        layouts = {name: replace(layout, on_host=name in names) for name, layout in self.layouts.items()}
+        return replace(self, layouts=layouts)
 
     def numel(self, role: str) -> int:
         """Elements of a parameter or output; 0 for an optional tensor that is absent."""

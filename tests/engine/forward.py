@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,26 @@ from torch import Tensor
 from tokenspeed_engine.checkpoint.load import Weights, load_weights
 from tokenspeed_engine.checkpoint.reader import Checkpoint
 from tokenspeed_engine.control import Row, StepPlan
-from tokenspeed_engine.execution.batch import Batch, make_batch
-from tokenspeed_engine.models.families import Caches, Model, ModelDescription, read_model
+from tokenspeed_engine.execution.batch import Batch, Sequences
+from tokenspeed_engine.execution.layout import as_batch, lay_out, shape_of
+from tokenspeed_engine.execution.upload import upload
+from tokenspeed_engine.models.families import CacheSizes, Model, ModelDescription, read_model
 
 CPU = torch.device("cpu")
 
 
 @functools.cache
-def weights_of(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
-    """All weights of a checkpoint; shared, so read only."""
+def weights_of(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    draft_head: bool = False,
+    device: torch.device = CPU,
+    host: tuple[str, ...] = (),
+) -> Weights:
+    """All weights of a checkpoint, targets `host` in host memory; shared, so read only."""
     with Checkpoint.open(folder) as checkpoint:
-        return load_weights(checkpoint, read_model(folder).weight_plan(checkpoint.tensors), CPU, dtype)
+        plan = read_model(folder).weight_plan(checkpoint.tensors, draft_head)
+        return load_weights(checkpoint, plan, device, dtype, host)
 
 
 @dataclass
@@ -60,7 +70,8 @@ class Harness:
         self.model = model
         self.page_size = page_size
         num_pages, num_slots = 360 // page_size, 4
-        self.caches: Caches = description.allocate_caches(num_pages, page_size, num_slots, dtype, CPU)
+        sizes = CacheSizes(page_size, num_pages, num_slots, num_slots)
+        self.caches: Any = description.allocate_caches(sizes, dtype, CPU)
         for pool in self.caches.tensors():
             pool.fill_(torch.nan)
         self.random = random.Random(seed)
@@ -88,14 +99,16 @@ class Harness:
         rows += [self._row(text, count, decode=False) for text, count in prefills]
         plan = StepPlan(tuple(rows), len(decodes))
         model = self.description
-        batch = make_batch(plan, self.page_size, model.context_tokens, model.context_fill, CPU)
+        shape = shape_of(plan)
+        arrays = lay_out(plan, shape, None, self.page_size, model.context_tokens, model.context_fill)
+        batch = as_batch(plan, shape, upload(arrays, CPU))
         return dataclasses.replace(batch, sampled=torch.arange(batch.ids.shape[0]))
 
     def run(self, decodes: Sequence[Text] = (), prefills: Sequence[tuple[Text, int]] = ()) -> None:
         """One step, whose logits go to the texts."""
         batch = self.batch(decodes, prefills)
         with torch.inference_mode():
-            logits = self.model.forward(batch, self.caches)
+            logits = self.model.forward(batch, self.caches).logits
         assert logits.dtype == torch.float32
         remaining = iter(logits)
         for text, count in [*((text, 1) for text in decodes), *prefills]:
@@ -129,9 +142,13 @@ def with_padding(batch: Batch, context_fill: int = 0) -> Batch:
         positions=padded(batch.positions, 0),
         slot_mapping=padded(batch.slot_mapping, -1),
         cu_seqlens=torch.arange(4, dtype=torch.int32),
-        seq_lens=padded(batch.seq_lens, 0),
-        page_table=padded(batch.page_table, -1),
         slots=padded(batch.slots, -1),
+        sequences=Sequences(
+            cu_seqlens=torch.arange(4, dtype=torch.int32),
+            seq_lens=padded(batch.sequences.seq_lens, 0),
+            page_table=padded(batch.sequences.page_table, -1),
+            slots=padded(batch.sequences.slots, -1),
+        ),
         fresh=padded(batch.fresh, 0),
         context=padded(batch.context, context_fill),
         sampled=torch.tensor([1]),

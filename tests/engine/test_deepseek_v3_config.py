@@ -161,7 +161,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (tiny(n_group=8, num_experts_per_tok=2), "n_group: 8 groups of 8 experts have fewer than 2 each"),
     (tiny(topk_group=5), "topk_group: 5 is more than n_group, 4"),
     (tiny(num_experts_per_tok=5), "num_experts_per_tok: 5 is more than topk_group groups have, 4"),
-    (tiny(quantization_config={"quant_method": "fp8"}), "quantization_config: fp8 weights are not supported"),
+    (
+        tiny(quantization_config={"quant_method": "fp8"}),
+        "quantization_config.weight_block_size: expected [128, 128], got None",
+    ),
 ]
 
 

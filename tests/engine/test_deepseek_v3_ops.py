@@ -74,7 +74,7 @@ def test_computes_by_ops_alone() -> None:
         for pool, content in zip(harness.caches.tensors(), pools, strict=True):
             pool.copy_(content)
         compiled = torch.compile(model.forward, fullgraph=True, backend=record)(batch, harness.caches)
-    assert torch.equal(eager, compiled)
+    assert torch.equal(eager.logits, compiled.logits)
     (graph,) = graphs
     called = Counter(str(node.target) for node in graph.graph.nodes if node.op.startswith("call"))
     ops = {name.split(".")[1] for name in called if name.startswith("tokenspeed_kernels.")}

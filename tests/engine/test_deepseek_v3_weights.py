@@ -16,7 +16,7 @@ from tests.engine.forward import CPU, weights_of
 from tests.engine.test_deepseek_v3_config import KIMI_K2
 from tests.engine.tiny_deepseek import VARIANTS, hf_logits, tiny_checkpoint
 from tokenspeed_engine.checkpoint.errors import CheckpointError
-from tokenspeed_engine.models.families import describe_model, read_model
+from tokenspeed_engine.models.families import CacheSizes, describe_model, read_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -187,13 +187,14 @@ def _count(raw: dict[str, Any]) -> int:
 
 def test_bytes_of_caches() -> None:
     """576 numbers a token and layer, whatever the number of heads; no sequence has a state outside its pages."""
-    released = describe_model({"model_type": "deepseek_v3"}).cache_bytes(64, torch.bfloat16)
-    assert released == (64 * 61 * 576 * 2, 0)
+    released = describe_model({"model_type": "deepseek_v3"}).cache_bytes(CacheSizes(64, 0, 0, 0), torch.bfloat16)
+    assert released == (64 * 61 * 576 * 2, 0, 0, 0)
     description = read_model(tiny_checkpoint())
     for dtype in (torch.float32, torch.bfloat16):
-        caches = description.allocate_caches(5, 8, 3, dtype, CPU)
-        assert [tuple(pool.shape) for pool in caches.tensors()] == [(5, 8, 24)] * 3
-        assert sum(tensor.nbytes for tensor in caches.tensors()) == 5 * description.cache_bytes(8, dtype).per_page
+        sizes = CacheSizes(page_size=8, num_pages=5, num_slots=3, num_rows=2, num_drafts=3)
+        caches = description.allocate_caches(sizes, dtype, CPU)
+        assert [tuple(pool.shape) for pool in caches.tensors()] == [(3, 5, 8, 24)]
+        assert sum(tensor.nbytes for tensor in caches.tensors()) == 5 * description.cache_bytes(sizes, dtype).per_page
 
 
 def test_old_names_of_fields_serve_the_same_model(tmp_path: Path) -> None:

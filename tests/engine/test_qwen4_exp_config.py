@@ -141,7 +141,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": None}, "eos_token_id: missing"),
     ({"eos_token_id": []}, "eos_token_id: missing"),
     ({"eos_token_id": 97}, r"eos_token_id: \[97\] not in a vocabulary of 97"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: fp8 weights are not supported"),
+    (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config.weight_block_size: expected [128, 128], got None",
+    ),
 ]
 
 

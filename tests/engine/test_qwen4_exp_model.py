@@ -140,7 +140,7 @@ def test_only_own_pages_and_slots_are_touched() -> None:
         assert cache.index is not None
         paged.append(cache.index.block_keys)
         slotted.append(cache.index.ring)
-    assert len(paged) + len(slotted) == len(list(caches.tensors())) == 15
+    assert len(paged) + len(slotted) == sum(len(pool) for pool in caches.tensors()) == 15
     for tensor, own in [
         *((tensor, set(text.pages)) for tensor in paged),
         *((tensor, {text.slot}) for tensor in slotted),
@@ -157,10 +157,10 @@ def test_logits_of_sampled_tokens_only() -> None:
     expected = hf_logits(folder, IDS[:40])
     with torch.inference_mode():
         first = dataclasses.replace(harness.batch([], [(text, 25)]), sampled=torch.empty(0, dtype=torch.int64))
-        assert harness.model.forward(first, harness.caches).shape == (0, BASE["vocab_size"])
+        assert harness.model.forward(first, harness.caches).logits.shape == (0, BASE["vocab_size"])
         text.done = 25
         second = dataclasses.replace(harness.batch([text], [(other, 20)]), sampled=torch.tensor([20, 0]))
-        logits = harness.model.forward(second, harness.caches)
+        logits = harness.model.forward(second, harness.caches).logits
     torch.testing.assert_close(logits, torch.stack([hf_logits(folder, IDS[5:25])[-1], expected[25]]), atol=2e-4, rtol=0)
 
 
@@ -174,10 +174,11 @@ def test_padding_rows_change_nothing() -> None:
     wider = with_padding(batch, EOS)
     before = [pool.clone() for pool in harness.caches.tensors()]
     with torch.inference_mode():
-        logits = harness.model.forward(wider, harness.caches)
+        logits = harness.model.forward(wider, harness.caches).logits
     assert (logits - hf_logits(folder, IDS[:40])[-1:]).abs().max() < 2e-4
     for old, new in zip(before, harness.caches.tensors(), strict=True):
-        changed = {row for row in range(len(old)) if not torch.equal(old[row].nan_to_num(7), new[row].nan_to_num(7))}
+        old, new = old.nan_to_num(7), new.nan_to_num(7)
+        changed = {row for row in range(old.shape[1]) if not torch.equal(old[:, row], new[:, row])}
         assert changed <= {text.slot, *text.pages}
 
 

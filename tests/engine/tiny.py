@@ -103,7 +103,7 @@ def tiny_checkpoint(variant: str = "default", dtype: torch.dtype = torch.float32
     _quieten()
     config = transformers.Qwen4ExpTextConfig(**(dict(BASE) | dict(chosen.changes)))
     model = transformers.Qwen4ExpForCausalLM(config).eval()
-    _randomise(model, seed=sum(variant.encode()))
+    randomise(model, seed=sum(variant.encode()))
     model = model.to(dtype)
     if chosen.layout == "text":
         model.save_pretrained(folder)
@@ -115,7 +115,7 @@ def tiny_checkpoint(variant: str = "default", dtype: torch.dtype = torch.float32
 def hf_logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
     """[len(ids), vocab] float32: transformers' logits after each token of `ids`, in one uncached pass."""
     with torch.no_grad():
-        logits: torch.Tensor = _hf_model(folder)(torch.tensor([list(ids)]), use_cache=False).logits[0]
+        logits: torch.Tensor = hf_model(folder)(torch.tensor([list(ids)]), use_cache=False).logits[0]
     return logits
 
 
@@ -124,7 +124,7 @@ def hf_greedy(folder: Path, ids: Sequence[int], count: int) -> list[int]:
 
     Raises RuntimeError where the best two logits are so close that another order of summing could swap them.
     """
-    model = _hf_model(folder)
+    model = hf_model(folder)
     tokens: list[int] = []
     cache = None
     step = list(ids)
@@ -142,7 +142,8 @@ def hf_greedy(folder: Path, ids: Sequence[int], count: int) -> list[int]:
 
 
 @functools.cache
-def _hf_model(folder: Path) -> Any:
+def hf_model(folder: Path) -> Any:
+    """transformers' model of a folder, in float32."""
     _quieten()
     model, info = transformers.Qwen4ExpForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
@@ -157,7 +158,7 @@ def _quieten() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def _randomise(model: Any, seed: int) -> None:
+def randomise(model: Any, seed: int) -> None:
     """Weights that leave no term idle: norms off their neutral value, n-gram convolutions off zero, gates that vary."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,30 +1,77 @@
-"""What compute-sanitizer watches: every portable kernel once, at a model's static dims and small sizes.
+"""compute-sanitizer over the portable kernels: each once, at a model's static dims and small sizes.
 
-    compute-sanitizer --tool memcheck python -m tests.gpu.sanitize
-    compute-sanitizer --tool racecheck python -m tests.gpu.sanitize SHARED
+    python -m tests.gpu.sanitize RESULTS.json
 
-`SHARED` names those that share memory across warps: products and reductions over several warps.
+runs memcheck over all and racecheck over those of `SHARING`, and writes what was run and what was found.
+`python -m tests.gpu.sanitize --calls [OP ...]` makes the calls alone.
 """
 
+import json
+import re
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import tokenspeed_kernels  # noqa: F401  declares the ops
 from tests.gpu.calls import model_arguments, run
+from tokenspeed_kernels.facts import facts_now
 from tokenspeed_registry.registry import default_registry
 
+SHARING = (
+    "gdn_prefill",
+    "linear",
+    "mla_decode",
+    "moe_experts",
+    "paged_attention",
+    "residual_inject_mix",
+    "rms_norm",
+    "sample",
+    "sparse_attention",
+    "topk_blocks",
+)
+"""Ops whose kernels share memory across warps: products and reductions over several warps."""
 
-def main(ops: list[str]) -> None:
-    names = ops or sorted(default_registry.contracts)
-    for op in names:
+
+def make_calls(ops: list[str]) -> None:
+    """Calls every portable kernel of the ops, or of all, and prints its name."""
+    for op in ops or sorted(default_registry.contracts):
         contract = default_registry.contract(op)
         arguments = model_arguments(contract)
         for kernel in default_registry.kernels(op):
             if kernel.backend == "triton":
                 run(contract, kernel, arguments)
                 torch.cuda.synchronize()
-                print(kernel.name, flush=True)
+                print(f"called {kernel.name}", flush=True)
+
+
+def sanitised(tool: str, ops: list[str]) -> dict[str, Any]:
+    """The kernels that `tool` watched and the errors it found, None where it said nothing of them."""
+    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
+    command += [sys.executable, "-m", "tests.gpu.sanitize", "--calls", *ops]
+    found = subprocess.run(command, capture_output=True, text=True)
+    text = found.stdout + found.stderr
+    # "ERROR SUMMARY: 0 errors", and of racecheck "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)".
+    summary = re.search(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", text)
+    if found.returncode or summary is None or "0" not in summary.groups():
+        print(text[-6000:], file=sys.stderr)
+    return {
+        "kernels": re.findall(r"^called (\S+)$", text, re.MULTILINE),
+        "errors": None if summary is None else int(summary[1] or summary[2]),
+        "exit_code": found.returncode,
+    }
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--calls"]:
+        make_calls(arguments[1:])
+        return
+    (file,) = arguments
+    results = {"memcheck": sanitised("memcheck", []), "racecheck": sanitised("racecheck", list(SHARING))}
+    document = facts_now() | {"command": "python -m tests.gpu.sanitize", "tools": results}
+    Path(file).write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

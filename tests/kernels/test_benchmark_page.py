@@ -44,6 +44,14 @@ def test_losses_come_first_and_errors_are_named(tmp_path: Path) -> None:
     assert "a peer was timed at 2 of them and is faster at 1" in text
 
 
+def test_peers_stand_there_with_their_versions(tmp_path: Path) -> None:
+    known = [("FLA", "0.6.0", ""), ("away", "", "not installed"), ("vllm", "0.33.0", "")]
+    found = results(row("lost", "k.lost", 3.0, 2.0))
+    found["peers"] = [{"peer": name, "version": version, "absent": absent} for name, version, absent in known]
+    (tmp_path / "chip.json").write_text(json.dumps(found))
+    assert "\nPeers: FLA 0.6.0, vllm 0.33.0.\n" in page(tmp_path)
+
+
 def test_nothing_measured_is_said(tmp_path: Path) -> None:
     assert "Nothing was measured yet." in page(tmp_path)
 

@@ -1,5 +1,6 @@
 """Other projects' kernels: found by their adapters, timed on our data, held to our answer, and absent without harm."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,16 @@ def test_the_adapters_of_this_checkout_load() -> None:
     found = {peer.name: peer for peer in find_peers(FOLDER)}
     assert "torch.compile" in found
     assert not any("its adapter failed" in peer.reason for peer in found.values())
+    assert all(peer.version for peer in found.values() if not peer.reason)
+
+
+def test_versions_are_those_of_the_metadata_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla_core-9.8.7.dist-info").mkdir()
+    (tmp_path / "fla_core-9.8.7.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: fla-core\nVersion: 9.8.7\n"
+    )
+    monkeypatch.setenv("TOKENSPEED_PEERS", str(tmp_path))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    found = {peer.name: peer for peer in find_peers(FOLDER)}
+    assert (found["FLA"].reason, found["FLA"].version) == ("", "9.8.7")

@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 from tests.kernels.benchmark_toys import CEILINGS, CPU, cell_of, doubles
 from tokenspeed_kernels.benchmark.cells import spread
 from tokenspeed_kernels.benchmark.measure import Bench
-from tokenspeed_kernels.benchmark.prepare import _alternatives, _arrived, outlines_of
+from tokenspeed_kernels.benchmark.prepare import _alternatives, _call, outlines_of
 from tokenspeed_kernels.benchmark.timing import Flush, Timed
 from tokenspeed_kernels.benchmark.tune import Choice, Tuner, ordered_configs, pick, save
 from tokenspeed_kernels.cli import app
 from tokenspeed_kernels.triton.tuning import Tunable
 from tokenspeed_registry import Kernel, copy_into, kernel
 from tokenspeed_registry.cases import case_set
-from tokenspeed_registry.compiled import on_meta
 from tokenspeed_registry.conformance import Outcome
 from tokenspeed_registry.registry import default_registry
 
@@ -168,7 +167,7 @@ def test_outlines_travel_and_arrive_as_meta_tensors() -> None:
     arguments = source.arguments(contract, source.case({"strided": True}))
     sent = pickle.loads(pickle.dumps(outlines_of(contract, arguments)))
     assert len(pickle.dumps(sent)) < 5000
-    args, kwargs = on_meta(contract, {name: _arrived(value) for name, value in sent.items()})
+    args, kwargs = _call(default_registry.kernels("gdn_prefill")[0], sent)
     arrived = dict(zip([p.name for p in contract.parameters if not p.keyword], args, strict=True)) | dict(kwargs)
     for name, value in arguments.items():
         if isinstance(value, Tensor):

@@ -16,7 +16,7 @@ from tokenspeed_kernels.benchmark.cells import Cell, Shapes, cells_of, spread
 from tokenspeed_kernels.benchmark.errors import DeviceLostError
 from tokenspeed_kernels.benchmark.measure import Bench
 from tokenspeed_kernels.benchmark.peers import FOLDER, Peer, find_peers
-from tokenspeed_kernels.benchmark.prepare import Task, compile_all, tasks_of
+from tokenspeed_kernels.benchmark.prepare import Ahead, Task
 from tokenspeed_kernels.benchmark.rows import Row, check_replaceable, document, losses_first, unused, write
 from tokenspeed_kernels.benchmark.timing import LEAST_BATCHES, Flush
 from tokenspeed_kernels.choose import Backend, chosen_kernels
@@ -32,6 +32,9 @@ CHECKOUT = Path(__file__).parents[2]
 RESULTS = CHECKOUT / "bench" / "results"
 OpNames = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops; all of them unless given.")]
 ShapesOption = Annotated[Shapes, typer.Option(help="The models' calls, or those of the sweeps over them.")]
+TUNING_BATCH_SECONDS = 0.05
+"""Enough to tell configurations apart; there are hundreds of them."""
+COMPILER_DIED = "the process that compiled it died, and again when it ran alone"
 CaseOption = Annotated[str | None, typer.Option("--case", help="Only cases whose name contains this.")]
 
 
@@ -68,7 +71,7 @@ def bench(
         run = new_bench(found, _recorder(record, evidence))
     path = results_file(out, run)
     with counted(seconds, "compiling ahead"):
-        notes += compile_cells(cells, run, backend, jobs, tunes=False)
+        ahead = compile_cells(cells, run, backend, jobs, tunes=False)
     rows: list[Row] = []
 
     def results() -> dict[str, Any]:
@@ -81,7 +84,8 @@ def bench(
     try:
         for cell in progress(cells):
             with counted(seconds, cell.contract.name):
-                timed = run.rows(cell, run.kernels(cell.contract.name, backend))
+                kernels, lethal = ahead.sort_out(run.kernels(cell.contract.name, backend), cell.shape)
+                timed = run.rows(cell, kernels) + [run.failed(cell, kernel, COMPILER_DIED) for kernel in lethal]
             rows += timed
             notes += [] if timed else [f"no kernel to time: {cell.contract.name}, {cell.shape}"]
             if path is not None:
@@ -126,9 +130,9 @@ def tune(
     seconds: dict[str, float] = {}
     with counted(seconds, "ceilings"):
         run = new_bench()
-        run.batches = LEAST_BATCHES
+        run.batches, run.batch_seconds = LEAST_BATCHES, TUNING_BATCH_SECONDS
     with counted(seconds, "compiling ahead"):
-        notes += compile_cells(cells, run, None, jobs, tunes=True)
+        ahead = compile_cells(cells, run, None, jobs, tunes=True)
     tuner = Tuner(run)
     path = out or tuning.user_table(run.platform)
     facts = facts_now()
@@ -136,7 +140,9 @@ def tune(
     try:
         for cell in progress(cells):
             with counted(seconds, cell.contract.name):
-                tuner.tune(cell, run.kernels(cell.contract.name))
+                kernels, lethal = ahead.sort_out(run.kernels(cell.contract.name), cell.shape)
+                tuner.tune(cell, kernels)
+                tuner.skipped += [f"{kernel.name}, {cell.shape}: {COMPILER_DIED}" for kernel in lethal]
             save(tuner.choices, path, facts)  # a run that is cut short has not run for nothing
     except DeviceLostError as error:
         lost = True
@@ -184,21 +190,22 @@ def new_bench(peers: Sequence[Peer] = (), record: Callable[[Record], None] | Non
     return Bench(default_registry, device, ceilings, flush, peers, facts, record)
 
 
-def compile_cells(cells: Sequence[Cell], run: Bench, backend: str | None, jobs: int, tunes: bool) -> list[str]:
-    """Ahead of timing, in `jobs` processes; with one, each kernel compiles when it is timed. What went wrong."""
+def compile_cells(cells: Sequence[Cell], run: Bench, backend: str | None, jobs: int, tunes: bool) -> Ahead:
+    """Ahead of timing, in `jobs` processes; with one, each kernel compiles when it is timed."""
+    ahead = Ahead(run.platform, tunes)
     if jobs == 1 or run.device.type == "cpu":
-        return []
+        return ahead
 
     def tasks() -> Iterator[Task]:
         for cell in spread(cells):
             kernels = [each for each in run.kernels(cell.contract.name, backend) if each.compiler == "triton"]
             outlines = run.outlines(cell) if kernels else None
             for kernel in kernels if outlines is not None else []:
-                yield from tasks_of(kernel, outlines or {}, run.platform, tunes)
+                yield from ahead.tasks(kernel, cell.shape, outlines or {})
 
     with _bar("compiling", None) as advance:
-        wrong = compile_all(tasks(), jobs, lambda: advance(""))
-    return [wrong] if wrong else []
+        ahead.compile(tasks(), jobs, lambda: advance(""))
+    return ahead
 
 
 def progress(cells: Sequence[Cell]) -> Iterator[Cell]:

@@ -15,7 +15,7 @@ from tokenspeed_kernels.benchmark.peers import Peer
 from tokenspeed_kernels.benchmark.prepare import outlines_of
 from tokenspeed_kernels.benchmark.rotation import Rotation, copies_needed, footprint
 from tokenspeed_kernels.benchmark.rows import Row
-from tokenspeed_kernels.benchmark.timing import BATCHES, Flush, Timed, cache_bytes, time_calls
+from tokenspeed_kernels.benchmark.timing import BATCH_SECONDS, BATCHES, Flush, Timed, cache_bytes, time_calls
 from tokenspeed_registry import Contract, Kernel, Platform, Registry, Signature, platform_of
 from tokenspeed_registry.evidence import compiler_version
 from tokenspeed_registry.record import Record, Timing
@@ -42,6 +42,7 @@ class Bench:
     facts: Mapping[str, Any] = field(default_factory=dict)
     record: Callable[[Record], None] | None = None
     batches: int = BATCHES
+    batch_seconds: float = BATCH_SECONDS
 
     @property
     def platform(self) -> Platform:
@@ -54,12 +55,11 @@ class Bench:
 
     def rows(self, cell: Cell, kernels: Sequence[Kernel]) -> list[Row]:
         """A row for each of `kernels` that takes the case. Raises `DeviceLostError`."""
-        blank = [replace(self._blank(cell), kernel=kernel.name) for kernel in kernels]
+        blank = [self._blank(cell, kernel) for kernel in kernels]
         try:
             arguments = cell.source.arguments(cell.contract, cell.case, self.device)
             signature = cell.source.describe(cell.contract, arguments)
-            placed = {on_host_of(kernel): placed_at(signature, on_host_of(kernel)) for kernel in kernels}
-            serving = [k for k in kernels if k.refusals(self.platform, placed[on_host_of(k)])[0]]
+            serving = [each for each in kernels if each.refusals(self.platform, placed_for(each, signature))[0]]
             if not serving:
                 return []
             call = self.prepare(cell, arguments, signature)
@@ -71,10 +71,14 @@ class Bench:
         for kernel in serving:
             rows.append(self._row(cell, call, kernel, by_kernel[kernel.name]))
         times, notes = peer_times(self, cell, call)
-        on_device = {kernel.name for kernel in serving if not on_host_of(kernel)}  # where the peers' data is
+        on_device = {kernel.name for kernel in serving if not kernel.on_host}  # where the peers' data is
         return [
             replace(row, peers=times, notes=(*row.notes, *notes)) if row.kernel in on_device else row for row in rows
         ]
+
+    def failed(self, cell: Cell, kernel: Kernel, error: str) -> Row:
+        """The row of a kernel that was not timed."""
+        return replace(self._blank(cell, kernel), error=error)
 
     def outlines(self, cell: Cell) -> dict[str, Any] | None:
         """The outlines of a cell's arguments, for compiling ahead; None where there is no memory for them."""
@@ -110,16 +114,17 @@ class Bench:
             before,
             graph=kernel.graph_capturable,
             batches=self.batches,
+            batch_seconds=self.batch_seconds,
             replay_us=self.ceilings.replay_us,
         )
         outcome = check_timed(
-            cell.contract, kernel, cell.source, rotation, timed.calls - 1, call.oracle, on_host_of(kernel)
+            cell.contract, kernel, cell.source, rotation, timed.calls - 1, call.oracle, kernel.on_host
         )
         return timed, complaint(outcome)
 
     def _row(self, cell: Cell, call: Call, kernel: Kernel, blank: Row) -> Row:
         try:
-            on_host = on_host_of(kernel)
+            on_host = kernel.on_host
             if on_host and self.device.type == "cuda":
                 call = self.prepare(cell, call.rotation.arguments, call.signature, on_host)
             timed, wrong = self.time(cell, call, kernel)
@@ -128,7 +133,7 @@ class Bench:
             return replace(blank, error=line_of(error))
         if wrong is not None:
             return replace(blank, error=wrong)
-        signature = placed_at(call.signature, on_host)
+        signature = placed_for(kernel, call.signature)
         cost = cell.contract.cost(signature)
         floor = self.ceilings.floor_us(cell.contract, signature, cost)
         row = replace(
@@ -161,22 +166,13 @@ class Bench:
             return replace(row, notes=(*row.notes, f"not recorded: {error}"))
         return row
 
-    def _blank(self, cell: Cell) -> Row:
-        return Row(cell.contract.name, "", cell.shape, command=cell.command, model=cell.model, **self.facts)
+    def _blank(self, cell: Cell, kernel: Kernel) -> Row:
+        return Row(cell.contract.name, kernel.name, cell.shape, command=cell.command, model=cell.model, **self.facts)
 
 
-def on_host_of(kernel: Kernel) -> tuple[str, ...]:
-    """Tensors that the kernel wants in host memory."""
-    return tuple(sorted(c.name for c in kernel.constraints if c.kind == "host" and True in c.bound))
-
-
-def placed_at(signature: Signature, on_host: Iterable[str]) -> Signature:
-    """The signature of the call with these tensors in host memory."""
-    if not on_host:
-        return signature
-    names = set(on_host)
-    layouts = {name: replace(lay, on_host=lay.on_host or name in names) for name, lay in signature.layouts.items()}
-    return replace(signature, layouts=layouts)
+def placed_for(kernel: Kernel, signature: Signature) -> Signature:
+    """The signature of the call that the kernel is given."""
+    return signature.placed(kernel.on_host) if kernel.on_host else signature
 
 
 def free_memory(device: torch.device) -> float:

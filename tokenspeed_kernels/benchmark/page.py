@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_kernels.benchmark.rows import Row, fastest, losses_first
+from tokenspeed_kernels.benchmark.rows import Row, fastest, losses_first, peers_with_versions
 
 INTRODUCTION = """# Benchmarks
 
@@ -47,6 +47,8 @@ def _section(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {results['device']}, {results['date']}\n"
     yield f"`{results['command']}`, commit {results['commit']}; {versions}."
     yield f"[All rows](../bench/results/{results['file']}).\n"
+    if peers := peers_with_versions(results):
+        yield f"Peers: {peers}.\n"
     yield f"Ceilings: {_ceilings(results['ceilings'])}.\n"
     lost = [row for row in rows if row.behind is not None and row.behind > 1]
     compared = [row for row in rows if row.behind is not None]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed_kernels.benchmark import figures
-from tokenspeed_kernels.benchmark.rows import Row, fastest, losses_first, write_whole
+from tokenspeed_kernels.benchmark.rows import Row, fastest, losses_first, peers_with_versions, write_whole
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
@@ -45,7 +45,8 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
 def page(results: Mapping[str, Any]) -> str:
     rows = losses_first(Row.from_json(row) for row in results["rows"])
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    facts = [results["date"], f"commit {results['commit']}" if results["commit"] else "", versions, results["command"]]
+    facts = [results["date"], f"commit {results['commit']}" if results["commit"] else "", versions]
+    facts += [f"peers: {peers}" if (peers := peers_with_versions(results)) else "", results["command"]]
     notes = "".join(f"<li>{escape(note)}</li>" for note in results["notes"])
     return PAGE.format(
         title=escape(f"Kernels on {results['device']}"),

@@ -100,6 +100,12 @@ def document(rows: Iterable[Row], **facts: Any) -> dict[str, Any]:
     return {"schema": SCHEMA, **facts, "rows": [row.to_json() for row in losses_first(rows)]}
 
 
+def peers_with_versions(found: Mapping[str, Any]) -> str:
+    """The peers that were there, for people; empty where none was asked for."""
+    there = (peer for peer in found.get("peers", ()) if not peer["absent"])
+    return ", ".join(f"{peer['peer']} {peer['version']}".strip() for peer in there)
+
+
 def write(found: Mapping[str, Any], path: Path) -> None:
     """Atomically. Raises `TokenspeedError` as `check_replaceable` does."""
     check_replaceable(path, found["device"])

@@ -44,13 +44,14 @@ def time_calls(
     *,
     graph: bool = True,
     batches: int = BATCHES,
+    batch_seconds: float = BATCH_SECONDS,
     replay_us: float = 0.0,
     stopwatch: Stopwatch | None = None,
 ) -> Timed:
     """Times `calls`, which do the same work on different data.
 
-    `replay_us`: what a replay costs beside its launches, which is taken off (see `Ceilings`). `stopwatch` replaces that
-    of the device. Raises what a call raises.
+    `batch_seconds`: what a batch takes at most, of more than one call. `replay_us`: what a replay costs beside its
+    launches, which is taken off (see `Ceilings`). `stopwatch` replaces that of the device. Raises what a call raises.
     """
     if batches < LEAST_BATCHES:
         raise ValueError(f"a median of {batches} batches says too little; at least {LEAST_BATCHES}")
@@ -58,7 +59,7 @@ def time_calls(
     before()
     calls[0]()  # compiles
     before()
-    calls = calls[: _affordable(calls[0], device)]
+    calls = calls[: _affordable(calls[0], device, batch_seconds)]
     batch = (stopwatch or stopwatch_of(device, graph))(calls)
     before()
     batch()
@@ -153,13 +154,13 @@ def _between_events(work: Callable[[], object]) -> Batch:
     return batch
 
 
-def _affordable(call: Call, device: torch.device) -> int:
-    """How many such calls make a batch of `BATCH_SECONDS`, at least one."""
+def _affordable(call: Call, device: torch.device, batch_seconds: float) -> int:
+    """How many such calls make a batch of so many seconds, at least one."""
     _wait(device)
     started = time.perf_counter()
     call()
     _wait(device)
-    return max(1, int(BATCH_SECONDS / max(time.perf_counter() - started, 1e-9)))
+    return max(1, int(batch_seconds / max(time.perf_counter() - started, 1e-9)))
 
 
 def _wait(device: torch.device) -> None:

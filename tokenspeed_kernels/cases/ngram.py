@@ -36,9 +36,11 @@ def _text(p: Params, make: Make) -> dict[str, Any]:
 def _hash(p: Params, make: Make) -> dict[str, Any]:
     heads = p["heads_per_order"] * (p["order"] - 1)
     moduli = make.integers(heads, low=1, high=p["modulus"], dtype=torch.int64)
+    # A model's are positive; one of the peers knows no others.
+    lowest = 0 if p.get("positive") else -p["multiplier"]
     return {
         # Beyond 2^59 the products wrap, and half of them are negative.
-        "multipliers": make.integers(p["order"], low=-p["multiplier"], high=p["multiplier"], dtype=torch.int64) | 1,
+        "multipliers": make.integers(p["order"], low=lowest, high=p["multiplier"], dtype=torch.int64) | 1,
         "moduli": moduli,
         "offsets": moduli.cumsum(0) - moduli,
     }
@@ -129,7 +131,7 @@ _STREAM_AXES: Params = {"tokens": [3, 0, 1, 17], "streams": [4, 1, 2], "hidden":
 
 _REAL_HASH = {"order": 3, "heads_per_order": 8, "modulus": 20_000_000, "multiplier": 1 << 45}
 _REAL_STREAMS = {"streams": 4, "hidden": 2560, "dtype": torch.bfloat16}
-_FP8_TABLE = {"table_dtype": torch.float8_e4m3fn, "scale": "one", "modulus": 1 << 19, "vocab": 248320}
+_FP8_TABLE = {"table_dtype": torch.float8_e4m3fn, "scale": "one", "modulus": 1 << 19, "vocab": 248320, "positive": True}
 _REAL_ROWS = {"heads": 16, "dim": 160, "dtype": torch.bfloat16}
 
 ngram_hash = CaseSet(

@@ -136,6 +136,7 @@ sample = CaseSet(
         {"batch": 33, "kind": "nan", "temperature": [0.0, 0.7], "top_k": [0, 5], "top_p": [0.9, 1.0]},
         {"batch": 33, "kind": "ties", "top_k": [4], "uniform": "ends"},
         {"batch": 33, "vocab": 1000, "kind": "flat", "top_p": [0.5, 0.9]},
+        {"batch": 2, "vocab": 20000, "top_p": [0.9]},
     ],
     shrink=[{"batch": 1}],
     models={

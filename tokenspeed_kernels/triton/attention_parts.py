@@ -2,8 +2,6 @@
 
 Tiles of packed rows: sequence s begins at tile `cu_seqlens[s] * group // BM + s`, so that a grid of
 `tokens * group // BM + seqs` programs, which no content changes, has a tile for all rows of every sequence.
-Splits: several programs share the keys of a row. Each leaves a normalised output and a log-sum-exp in base 2, and
-`combine` adds them up in the order of the splits.
 """
 
 import torch
@@ -12,9 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernels.triton.device import platform_for
-
-SPLITS = 64
-"""The most splits that `combine` adds up."""
 
 
 @triton.jit
@@ -38,18 +33,48 @@ def sequence_of(
 
 
 @triton.jit
-def softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile of keys in a running softmax in base 2: q [BM, BD], k and v [BN, BD], seen [BM, BN], scale [BM, 1]."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
+def queries(p_q, mask, scale, k_scale_ptr, DOT: tl.constexpr):
+    """Queries [BM, BD] in the dtype of the products, and what makes their products scores in base 2, [BM, 1]."""
+    q, factor = operand(tl.load(p_q, mask=mask, other=0.0), DOT)
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr)
+    return q, factor * (scale * 1.4426950408889634)
+
+
+@triton.jit
+def softmax_step(scores, v, peak, total, acc, PRECISION: tl.constexpr):
+    """One tile of keys in a running softmax: scores [BM, BN] in base 2, values [BN, BD]."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that sees nothing yet
-    weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(peak - shift)
+    weights = tl.exp2(scores - shift[:, None])
     total = total * fade + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return new_peak, total, acc
+
+
+@triton.jit
+def store_attended(
+    o_ptr, lse_ptr, row, inside, peak, total, acc, v_scale_ptr, DIM: tl.constexpr, BD: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """What a running softmax gives, to rows [BM] of `o_ptr` [rows, DIM] and `lse_ptr`.
+
+    With `SPLIT`, LSEs are in base 2, and outputs of none are left out.
+    """
+    some = total > 0
+    total = tl.where(some, total, 1.0)
+    acc /= total[:, None]
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr)
+    lse = tl.where(some, peak + tl.log2(total), float("-inf"))
+    if SPLIT:
+        tl.store(lse_ptr + row, lse, mask=inside)
+        inside &= some
+    else:
+        tl.store(lse_ptr + row, lse * 0.6931471805599453, mask=inside)
+    o_d = tl.arange(0, BD)
+    p_o = o_ptr + row[:, None] * DIM + o_d[None, :]
+    tl.store(p_o, acc.to(o_ptr.dtype.element_ty), mask=inside[:, None] & (o_d < DIM)[None, :])
 
 
 @triton.jit
@@ -89,8 +114,11 @@ def attend_pages(
             row = row.to(tl.int64)
         k = _rows_of(k_ptr, page, row, i_head, cached, k_page, k_row, k_head, DIM, BD, PER_TILE, MASKED).to(DOT)
         v = _rows_of(v_ptr, page, row, i_head, cached, v_page, v_row, v_head, DIM, BD, PER_TILE, MASKED).to(DOT)
-        seen = (o_key[None, :] < visible[:, None]) & cached[None, :]
-        peak, total, acc = softmax_step(q, k, v, seen, peak, total, acc, scale, MASKED, PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale  # [BM, BN]
+        if MASKED:
+            seen = (o_key[None, :] < visible[:, None]) & cached[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        peak, total, acc = softmax_step(scores, v, peak, total, acc, PRECISION)
     return peak, total, acc
 
 
@@ -107,54 +135,6 @@ def operand(q, DOT: tl.constexpr):
         factor = exponent.to(tl.float32, bitcast=True)[:, None]
         q = q.to(tl.float32) * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None]
     return q.to(DOT), factor
-
-
-@triton.jit(do_not_specialize=["rows", "splits"])
-def _combine(
-    part_ptr,  # [splits, rows, DIM]
-    part_lse_ptr,  # [splits, rows], base 2
-    o_ptr,  # [rows, DIM]
-    lse_ptr,  # [rows], base e
-    rows,
-    splits,
-    DIM: tl.constexpr,
-    MOST: tl.constexpr,  # at least `splits`
-    BD: tl.constexpr,
-    BS: tl.constexpr,
-):
-    i_row = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, BD)
-    o_split = tl.arange(0, MOST)
-    lses = tl.load(part_lse_ptr + o_split * rows.to(tl.int64) + i_row, mask=o_split < splits, other=float("-inf"))
-    peak = tl.max(lses, 0)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
-    total = tl.sum(tl.exp2(lses - shift), 0)
-    acc = tl.zeros([BD], tl.float32)
-    for first in range(0, splits, BS):
-        o_s = first + tl.arange(0, BS)
-        lse = tl.load(part_lse_ptr + o_s * rows.to(tl.int64) + i_row, mask=o_s < splits, other=float("-inf"))
-        p_part = part_ptr + (o_s[:, None] * rows.to(tl.int64) + i_row) * DIM + o_d[None, :]  # [BS, BD]
-        # An empty split has written nothing.
-        part = tl.load(p_part, mask=(lse > float("-inf"))[:, None] & (o_d < DIM)[None, :], other=0.0)
-        acc += tl.sum(part * tl.exp2(lse - shift)[:, None], 0)
-    some = total > 0
-    total = tl.where(some, total, 1.0)
-    tl.store(o_ptr + i_row * DIM + o_d, (acc / total).to(o_ptr.dtype.element_ty), mask=o_d < DIM)
-    tl.store(lse_ptr + i_row, tl.where(some, (shift + tl.log2(total)) * 0.6931471805599453, float("-inf")))
-
-
-def combine(parts: Tensor, part_lses: Tensor, attended: Tensor, lse: Tensor) -> None:
-    """`attended` [tokens, heads, dim], `lse` [tokens, heads] of `parts` [splits, tokens, heads, dim] and theirs."""
-    splits, tokens, heads, dim = parts.shape
-    rows = tokens * heads
-    block = triton.next_power_of_2(dim)
-    _combine[(rows,)](parts, part_lses, attended, lse, rows, splits, dim, SPLITS, block, 16, num_warps=4)
-
-
-def partials(splits: int, tokens: int, heads: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for what `splits` programs a row leave."""
-    shape = splits, tokens, heads
-    return torch.empty(*shape, dim, device=device), torch.empty(*shape, device=device)
 
 
 def product_dtype(q: Tensor, cache: Tensor) -> tl.dtype:
@@ -175,8 +155,3 @@ def precision(device: torch.device) -> str:
     AMD's matrix units take float32; NVIDIA's do not, and without them a tile of this size does not fit the registers.
     """
     return "ieee" if platform_for(device).vendor == "amd" else "tf32x3"
-
-
-def split_count(most: int, programs: int, wanted: int) -> int:
-    """How many splits of the keys make `programs` about `wanted`, from 1 to `most`."""
-    return max(min(wanted // programs, most, SPLITS), 1)

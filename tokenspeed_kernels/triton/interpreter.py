@@ -19,7 +19,7 @@ LARGEST = 1 << 17
 
 def interpretable(kernel: Kernel) -> bool:
     """Whether the kernel can run on CPU tensors: one that needs a table in host memory beside a device cannot."""
-    return not any(limit.kind == "host" and True in limit.bound for limit in kernel.constraints)
+    return not kernel.on_host
 
 
 def interpretable_cases(contract: Contract, limit: int | None = None) -> list[Case]:

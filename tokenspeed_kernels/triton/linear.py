@@ -106,6 +106,16 @@ def _tile(
     store_tile(b_sum, o_ptr, o_m, o_n, tokens, OUT)
 
 
+@triton.jit
+def _add_product(b_sum, b_x, b_w, LEFT: tl.constexpr):
+    """The sum of each part plus its x times its weight, that on the left or on the right."""
+    if LEFT:
+        b_sum = tl.dot(b_w, tl.permute(b_x, (0, 2, 1)), b_sum, input_precision="ieee")
+    else:
+        b_sum = tl.dot(b_x, tl.permute(b_w, (0, 2, 1)), b_sum, input_precision="ieee")
+    return b_sum
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _parts(
     x_ptr,  # [tokens, IN], rows x_stride apart
@@ -124,20 +134,21 @@ def _parts(
     PARTS: tl.constexpr,
 ):
     o_m, o_n = tile_of_program(tokens, OUT, BLOCK_M, BLOCK_N, GROUP)
-    b_sum = tl.zeros([PARTS, BLOCK_N, BLOCK_M], tl.float32)
+    left: tl.constexpr = BLOCK_N >= 16  # of 8 rows only the right operand may be
+    b_sum = tl.zeros([PARTS, BLOCK_N, BLOCK_M] if left else [PARTS, BLOCK_M, BLOCK_N], tl.float32)
     for i_step in range((IN + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)):
         b_x = load_parts(x_ptr + o_m * x_stride, o_m < tokens, i_step, IN, BLOCK_K, PARTS)  # [P, BM, BK]
         b_w = load_parts(w_ptr + o_n * IN, o_n < OUT, i_step, IN, BLOCK_K, PARTS)  # [P, BN, BK]
         if SPLIT:
             for _ in tl.static_range(3):
                 b_high = b_w.to(tl.bfloat16)
-                b_sum = tl.dot(b_high, tl.permute(b_x, (0, 2, 1)), b_sum)
+                b_sum = _add_product(b_sum, b_x, b_high, left)
                 b_w -= b_high.to(tl.float32)
         else:
             if b_x.dtype != b_w.dtype:
                 b_x, b_w = b_x.to(tl.float32), b_w.to(tl.float32)
-            b_sum = tl.dot(b_w, tl.permute(b_x, (0, 2, 1)), b_sum, input_precision="ieee")
-    b_sum = tl.trans(tl.sum(b_sum, 0))
+            b_sum = _add_product(b_sum, b_x, b_w, left)
+    b_sum = tl.trans(tl.sum(b_sum, 0)) if left else tl.sum(b_sum, 0)
     if bias_ptr is not None:
         b_sum += _load_bias(bias_ptr, o_n, OUT)
     store_tile(b_sum, o_ptr, o_m, o_n, tokens, OUT)
@@ -163,7 +174,8 @@ def programs(tokens: int, outputs: int, config: Config) -> tuple[int]:
 def _space(dims: Dims) -> Iterator[Config]:
     tokens = dims["tokens"]
     if dims["split"]:
-        yield parts(min(tokens, 32), 16, 64, 4, 4, 3)
+        yield parts(16, 8, 64, 8, 8, 4)
+        yield parts(16, 8, 128, 4, 4, 3)
         yield parts(16, 16, 64, 8, 8, 3)
         yield tiles(64, 64, 64, 4, 3)
     elif dims["bytes"] == 4:
@@ -194,7 +206,7 @@ def _space(dims: Dims) -> Iterator[Config]:
 def _default(platform: Platform, dims: Dims) -> Config:
     amd, tokens = platform.vendor == "amd", dims["tokens"]
     if dims["split"]:
-        few = parts(16 if amd else min(tokens, 32), 16, 64, 4, 4, 2 if amd else 3)
+        few = parts(16, 16, 64, 4, 4, 2) if amd else parts(16, 8, 64, 8, 8, 4)
         return few if tokens <= 64 else tiles(64, 64, 64, 4, 2 if amd else 3)
     if dims["bytes"] == 4:
         return parts(16, 16, 32, 8, 8, 2) if tokens <= 64 and dims["out"] <= 4096 else tiles(32, 64, 32, 4, 2)

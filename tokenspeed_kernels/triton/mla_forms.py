@@ -33,6 +33,7 @@ def _project(
     tail_head_stride,
     tokens,
     HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # tiles of N
     K: tl.constexpr,
     N: tl.constexpr,
     TAIL: tl.constexpr,
@@ -41,7 +42,6 @@ def _project(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     i_head = (tl.program_id(1) // COLUMNS).to(tl.int64)
     i_column = tl.program_id(1) % COLUMNS
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -107,26 +107,12 @@ def _launch_project(x: Tensor, weight: Tensor, tail: Tensor | None, out: Tensor)
     if out.numel() == 0:
         return
     config = PROJECT.pick(x.device, tokens=min(max(bucket(tokens), 16), 128), k=k, n=n, bytes=x.dtype.itemsize)
-    _project[(-(-tokens // config["BLOCK_M"]), heads * -(-n // config["BLOCK_N"]))](
-        x,
-        weight,
-        tail,
-        out,
-        x.stride(0),
-        x.stride(1),
-        weight.stride(0),
-        weight.stride(1),
-        weight.stride(2),
-        0 if tail is None else tail.stride(0),
-        0 if tail is None else tail.stride(1),
-        tokens,
-        heads,
-        k,
-        n,
-        tail_width,
-        triton.next_power_of_2(max(tail_width, 1)),
-        **config,
-    )
+    tail_strides = (0, 0) if tail is None else tail.stride()[:2]
+    columns = max(-(-n // config["BLOCK_N"]), 1)  # one, too, where there is only a tail
+    _project[(-(-tokens // config["BLOCK_M"]), heads * columns)](
+        x, weight, tail, out, *x.stride()[:2], *weight.stride(), *tail_strides,
+        tokens, heads, columns, k, n, tail_width, triton.next_power_of_2(max(tail_width, 1)), **config,
+    )  # fmt: skip
 
 
 @portable(mla_forms.mla_absorb_query)
@@ -195,26 +181,13 @@ def mla_cache_write(
 ) -> None:
     tokens, width = latent.shape
     rope = k_rope.shape[1]
-    if tokens * kv_cache.shape[2] == 0:
+    if tokens * kv_cache.numel() == 0:
         return
     _write[(tokens,)](
-        latent,
-        k_rope,
-        slot_mapping,
-        kv_cache,
-        kv_scale,
-        latent.stride(0),
-        k_rope.stride(0),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        width,
-        rope,
-        kv_cache.shape[1],
-        448.0 if kv_cache.dtype == torch.float8_e4m3fn else 0.0,
-        triton.next_power_of_2(max(width, 1)),
-        triton.next_power_of_2(max(rope, 1)),
-        num_warps=1 if width <= 512 else 4,
-    )
+        latent, k_rope, slot_mapping, kv_cache, kv_scale, latent.stride(0), k_rope.stride(0), *kv_cache.stride()[:2],
+        width, rope, kv_cache.shape[1], 448.0 if kv_cache.dtype == torch.float8_e4m3fn else 0.0,
+        triton.next_power_of_2(max(width, 1)), triton.next_power_of_2(max(rope, 1)), num_warps=1 if width <= 512 else 4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "seqs", "max_pages"])
@@ -280,20 +253,7 @@ def mla_cache_read(
         width = min(triton.next_power_of_2(qk), 1024)
         height = 4096 // width
         _read[(-(-rows // height), -(-qk // width))](
-            kv_cache,
-            page_table,
-            cu_seqlens,
-            first,
-            kv_scale,
-            cached,
-            kv_cache.stride(0),
-            kv_cache.stride(1),
-            page_table.shape[1],
-            page_table.shape[0],
-            rows,
-            page,
-            qk,
-            height,
-            width,
-        )
+            kv_cache, page_table, cu_seqlens, first, kv_scale, cached, *kv_cache.stride()[:2],
+            page_table.shape[1], page_table.shape[0], rows, page, qk, height, width,
+        )  # fmt: skip
     return cached

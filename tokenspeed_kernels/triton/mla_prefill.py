@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernels import mla
+from tokenspeed_kernels.triton.attention_parts import softmax_step
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
+from tokenspeed_registry import Dim
 from tokenspeed_registry.platform import Platform
 
 
@@ -35,29 +37,10 @@ def _sequence_of_tile(offsets_ptr, i_tile, seqs, BLOCK: tl.constexpr):
 
 @triton.jit
 def _attend_keys(
-    b_o,
-    b_max,
-    b_sum,
-    b_q,
-    b_q2,
-    k_ptr,
-    v_ptr,
-    k_stride,
-    v_stride,
-    first,
-    last,
-    keys,
-    b_visible,
-    log2_scale,
-    QK: tl.constexpr,
-    V_DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_D2: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    b_o, b_max, b_sum, b_q, b_q2, k_ptr, v_ptr, k_stride, v_stride, first, last, keys, b_visible, log2_scale,
+    QK: tl.constexpr, V_DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Adds the keys from `first` up to `last` to the running softmax; unmasked where all rows see whole tiles."""
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -84,14 +67,7 @@ def _attend_keys(
         b_s *= log2_scale
         if MASKED:
             b_s = tl.where(o_key[None, :] < b_visible[:, None], b_s, float("-inf"))
-        b_top = tl.maximum(b_max, tl.max(b_s, 1))
-        # A row that has seen no key yet: its weights are exp2(-inf - 0).
-        b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_decay = tl.exp2(b_max - b_base)
-        b_w = tl.exp2(b_s - b_base[:, None])
-        b_sum = b_sum * b_decay + tl.sum(b_w, 1)
-        b_o = tl.dot(b_w.to(b_v.dtype), b_v, b_o * b_decay[:, None], input_precision="ieee")
-        b_max = b_top
+        b_max, b_sum, b_o = softmax_step(b_s, b_v, b_max, b_sum, b_o, "ieee")
     return b_o, b_max, b_sum
 
 
@@ -219,7 +195,7 @@ def _config(queries: int, keys: int, warps: int, stages: int) -> Config:
 PREFILL = Tunable("mla_prefill", space=_space, default=_default)
 
 
-@portable(mla.mla_prefill)
+@portable(mla.mla_prefill, constraints=[Dim("qk") >= 1])
 def mla_prefill(
     q: Tensor,
     k: Tensor,
@@ -242,31 +218,10 @@ def mla_prefill(
     wide = 1 << (qk.bit_length() - 1)
     config = PREFILL.pick(q.device, qk=qk, v_dim=v_dim, bytes=q.dtype.itemsize)
     _prefill[(tokens // config["BLOCK_M"] + seqs, heads)](
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        attended,
-        lse,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        seqs,
-        scale,
-        heads,
-        qk,
-        v_dim,
-        causal,
-        wide,
-        max(wide, 16),
-        max(triton.next_power_of_2(qk - wide), 16),
-        max(triton.next_power_of_2(v_dim), 16),
-        **config,
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, attended, lse,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], seqs, scale, heads, qk, v_dim, causal, wide,
+        max(wide, 16), max(triton.next_power_of_2(qk - wide), 16), max(triton.next_power_of_2(v_dim), 16), **config,
+    )  # fmt: skip
     return attended, lse
 
 

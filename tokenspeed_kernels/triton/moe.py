@@ -1,4 +1,4 @@
-"""Experts in the dtype of the tokens (see `moe_tiles`), and the gated products: a program a tile of elements."""
+"""Experts in the dtype of the tokens (see `moe_experts`), and the gated products: a program a tile of elements."""
 
 import torch
 import triton
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tokenspeed_kernels import moe
 from tokenspeed_kernels.triton.declare import portable
-from tokenspeed_kernels.triton.moe_tiles import Matrices, sum_of_experts
+from tokenspeed_kernels.triton.moe_experts import sum_of_experts
+from tokenspeed_kernels.triton.moe_products import Matrices
 
 
 @triton.jit(do_not_specialize=["rows"])

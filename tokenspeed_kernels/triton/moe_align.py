@@ -117,6 +117,31 @@ def _place(
         tl.store(order_ptr + b_place, o_pair, mask=o_pair < pairs)
 
 
+@triton.jit
+def block_at(ids_ptr, table_ptr, i_block, first_expert, ALIGNED: tl.constexpr):
+    """The block's expert, or one out of range where there is no block; its first slot and that after its last."""
+    if ALIGNED:
+        there = i_block < tl.load(table_ptr)
+        expert = tl.where(there, tl.load(table_ptr + 3 + i_block * 3), -1)
+        begin = tl.load(table_ptr + 4 + i_block * 3)
+        end = tl.load(table_ptr + 5 + i_block * 3)
+    else:
+        expert = tl.load(ids_ptr + i_block) - first_expert
+        begin, end = i_block, i_block + 1
+    return expert, begin, end
+
+
+@triton.jit
+def slots(order_ptr, begin, end, ALIGNED: tl.constexpr, BM: tl.constexpr):
+    """A block's slots, which of them are, and their pairs."""
+    o_slot = begin + tl.arange(0, BM)
+    valid = o_slot < end
+    o_pair = o_slot
+    if ALIGNED:
+        o_pair = tl.load(order_ptr + o_slot, mask=valid, other=0)
+    return o_slot, valid, o_pair
+
+
 @dataclass(frozen=True)
 class Aligned:
     """`order` and `table` as `_place` and `_write_table` write them, and the most blocks that there can be.

@@ -1,11 +1,12 @@
-"""Experts with weights widened in registers: see `moe_tiles`."""
+"""Experts with weights widened in registers: see `moe_experts`."""
 
 import torch
 from torch import Tensor
 
 from tokenspeed_kernels import moe_quantised
 from tokenspeed_kernels.triton.declare import portable
-from tokenspeed_kernels.triton.moe_tiles import Matrices, sum_of_experts
+from tokenspeed_kernels.triton.moe_experts import sum_of_experts
+from tokenspeed_kernels.triton.moe_products import Matrices
 
 
 @portable(moe_quantised.moe_experts_fp8_block)

@@ -9,11 +9,12 @@ is told and launches nothing. So signatures and specialisation are Triton's own.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
@@ -36,6 +37,24 @@ def offline(platform: Platform) -> Iterator[list[Any]]:
             yield stand_in.launches
     finally:
         driver._active = before
+
+
+@contextmanager
+def compiling_only(wanted: Callable[[str], bool]) -> Iterator[None]:
+    """Launches in the block whose key is not `wanted` are neither compiled nor launched.
+
+    A key names the function, what it is specialised to, and its options, but not the device.
+    """
+
+    def unwanted(*, fn: Any, compile: Mapping[str, Any], **_: object) -> bool:
+        return not wanted(f"{fn.module}.{fn.name} {compile['key']}")
+
+    before = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = unwanted
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = before
 
 
 class _Utils:

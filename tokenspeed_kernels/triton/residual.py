@@ -1,4 +1,6 @@
-"""Gated residual: of few tokens by `residual_few`, of some hundred by `residual_many`, above by `residual_library`."""
+"""Gated residual: one token by `residual_one`, few by `residual_few`, some hundred by `residual_many`, above by
+`residual_library`.
+"""
 
 import torch
 import triton
@@ -8,9 +10,13 @@ from torch import Tensor
 from tokenspeed_kernels import residual
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.residual_few import FEW, mix_few
-from tokenspeed_kernels.triton.residual_few_down import injected
 from tokenspeed_kernels.triton.residual_library import mix_library
 from tokenspeed_kernels.triton.residual_many import MANY, mix_many
+from tokenspeed_kernels.triton.residual_one import mix_one
+from tokenspeed_kernels.triton.residual_parts import injected
+from tokenspeed_registry import Dim
+
+_LIMITS = [Dim("hidden") >= 1, Dim("rank") >= 1]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -46,7 +52,7 @@ def residual_inject(x: Tensor, y: Tensor, inject: Tensor) -> None:
         _inject[grid](x, y, inject, tokens, streams, hidden, rows, block, num_warps=4)
 
 
-@portable(residual.residual_mix)
+@portable(residual.residual_mix, constraints=_LIMITS)
 def residual_mix(
     x: Tensor,
     norm_weight: Tensor,
@@ -62,7 +68,7 @@ def residual_mix(
     return _mix(x, None, norm_weight, w_down, w_up, w_inject, eps, (down_scale, up_scale), out)
 
 
-@portable(residual.residual_inject_mix)
+@portable(residual.residual_inject_mix, constraints=_LIMITS)
 def residual_inject_mix(
     x: Tensor,
     y: Tensor,
@@ -97,6 +103,6 @@ def _mix(
         torch.empty(tokens, w_inject.shape[0], dtype=torch.float32, device=x.device),
     )
     if tokens:
-        mix = mix_few if tokens <= FEW else mix_many if tokens <= MANY else mix_library
+        mix = mix_one if tokens == 1 else mix_few if tokens <= FEW else mix_many if tokens <= MANY else mix_library
         mix(x, injection, norm_weight, w_down, w_up, w_inject, eps, scales, mixed, gates)
     return mixed, gates

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from tokenspeed_kernels.triton.device import bucket
-from tokenspeed_kernels.triton.residual_few_down import dims_of, down, injected, overlapping
+from tokenspeed_kernels.triton.residual_few_down import down
+from tokenspeed_kernels.triton.residual_parts import dims_of, halves, injected, overlapping
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 
@@ -95,13 +95,14 @@ def _up(
 
 def _space(dims: Dims) -> list[Config]:
     rows = max(16, min(dims["tokens"], 32))
-    return [{"TOKENS": rows, "COLUMNS": c, "num_warps": w} for c in (8, 16, 32) for w in (4, 8)]
+    return [{"TOKENS": rows, "COLUMNS": c, "num_warps": w} for c, w in ((16, 4), (32, 4), (32, 8))]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    wide = dims["itemsize"] == 2
-    rows, warps = max(16, min(dims["tokens"], 32 if wide else 16)), 4
-    return {"TOKENS": rows, "COLUMNS": 16 if wide else 8, "num_warps": warps}
+    if dims["itemsize"] == 4:
+        return {"TOKENS": 16, "COLUMNS": 8, "num_warps": 4}
+    rows = max(16, min(dims["tokens"], 32))
+    return {"TOKENS": rows, "COLUMNS": 16, "num_warps": 4}
 
 
 UP = Tunable("residual_few_up", _space, _default)
@@ -150,10 +151,3 @@ def mix_few(
         **config,
         **overlapping(x.device),
     )
-
-
-def halves(rank: int) -> tuple[int, int]:
-    """`rank` as two powers of two that matrix products take, the second one 0 where the first is enough."""
-    first = max(bucket(rank + 1) // 2, 16)
-    rest = 0 if rank <= first else max(bucket(rank - first), 16)
-    return first, rest

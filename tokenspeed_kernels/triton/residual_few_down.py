@@ -4,12 +4,10 @@ A stream's norm is one factor r = rsqrt(mean(x²) + eps) on all its columns, so 
 products need no pass before them that finds r.
 
 `_down` takes a tile of ranks and a range of columns of one stream (a split), adds y to the streams in registers only,
-and writes its share of the products beside its share of Σx². It has stages enough to ask for all it reads at once.
+and writes its share of the products beside its share of Σx². It asks for all it reads at once.
 `_combine` adds these partial sums in fixed order and applies r. Nobody stores the sums of x and y: programs that share
 columns would race, so the second half does.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -17,17 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed_kernels.triton.device import bucket, platform_for
+from tokenspeed_kernels.triton.residual_parts import dims_of, injected, overlapping
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
-
-
-@triton.jit
-def injected(x, y, gate, INJECTED: tl.constexpr):
-    """The streams after the injection, rounded to their dtype, in float32."""
-    if INJECTED:
-        x = (x.to(tl.float32) + gate * y.to(tl.float32)).to(x.dtype)
-    return x.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -48,7 +38,6 @@ def _down(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    GATE_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,13 +51,14 @@ def _down(
     o_t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     o_b = tl.arange(0, BLOCK)
     o_r = i_rank * RANKS + tl.arange(0, RANKS)
-    o_g = tl.arange(0, GATE_BLOCK)
     alive = (o_t < tokens)[:, None]
-    has_rank = tl.full((RANKS, 1), True, tl.int1)
-    if RANK % RANKS != 0:
-        has_rank = (o_r < RANK)[:, None]
-    # One program of a split does the gates; for all others these loads and products are of nothing.
-    has_gate = (o_g + i_rank * GATE_BLOCK < GATES)[:, None]
+    # The last program of a split takes the gates in place of ranks: products of both in one program would share an
+    # operand, which makes Triton let every warp do all.
+    RANK_TILES: tl.constexpr = (RANK + RANKS - 1) // RANKS
+    takes_gates = i_rank == RANK_TILES
+    o_g = tl.arange(0, RANKS)
+    has_gate = (o_g < tl.where(takes_gates, GATES, 0))[:, None]
+    has_rank = (o_r < RANK)[:, None]
     WIDE: tl.constexpr = STREAMS * HIDDEN
     RAGGED: tl.constexpr = COLUMNS % BLOCK != 0 or HIDDEN % COLUMNS != 0
     # What is left of float16's range after the norm's weight: without the norm's factor, values may be large.
@@ -76,15 +66,18 @@ def _down(
 
     p_x = x_ptr + o_t[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
     p_y = y_ptr + o_t[:, None] * HIDDEN + first + o_b[None, :]
-    p_norm = norm_ptr + i_stream * HIDDEN + first + o_b[None, :]
+    # As wide as x, or it would not be loaded ahead.
+    p_norm = norm_ptr + i_stream * HIDDEN + first + o_b[None, :] + o_t[:, None] * 0
     p_w = down_ptr + o_r[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
     p_g = w_inject_ptr + o_g[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
+    ALIKE: tl.constexpr = down_ptr.dtype.element_ty == w_inject_ptr.dtype.element_ty
+    if ALIKE:
+        p_w, has_rank = tl.where(takes_gates, p_g, p_w), has_gate | has_rank
     share = 0.0
     if INJECTED:
         share = tl.load(inject_ptr + o_t * STREAMS + i_stream, mask=o_t < tokens, other=0.0)[:, None]
     squares = tl.zeros((TOKENS,), tl.float32)
-    products = tl.zeros((TOKENS, RANKS), tl.float32)
-    of_gates = tl.zeros((TOKENS, GATE_BLOCK), tl.float32)
+    products = tl.zeros((RANKS, TOKENS), tl.float32)
     for start in range(0, COLUMNS, BLOCK):
         inside = tl.full((1, BLOCK), True, tl.int1)
         if RAGGED:
@@ -94,25 +87,25 @@ def _down(
             b_n = injected(b_x, tl.load(p_y + start, mask=alive & inside, other=0.0), share, True)
         else:
             b_n = b_x.to(tl.float32)
-        scale = 1.0 + tl.load(p_norm + start, mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0 + tl.load(p_norm + start, mask=alive & inside, other=0.0).to(tl.float32)
         squares += tl.sum(b_n * b_n, 1)
         b_a = (b_n * (scale * HEADROOM)).to(b_x.dtype)
         b_w = tl.load(p_w + start, mask=has_rank & inside, other=0.0)  # [RANKS, BLOCK]
-        products = tl.dot(b_a, tl.trans(b_w.to(b_x.dtype)), products, input_precision="ieee")
-        if GATES:
-            b_g = tl.load(p_g + start, mask=has_gate & inside, other=0.0)
-            of_gates = tl.dot(b_a, tl.trans(b_g), of_gates, input_precision="ieee")
+        b_w = b_w.to(b_x.dtype)
+        if not ALIKE:
+            b_w += tl.load(p_g + start, mask=has_gate & inside, other=0.0)
+        products = tl.dot(b_w, tl.trans(b_a), products, input_precision="ieee")
 
-    p_p = partial_ptr + (i_split * tokens + o_t[:, None]) * WIDTH
-    tl.store(p_p + o_r[None, :], products / HEADROOM, mask=alive & (o_r < RANK)[None, :])
+    p_p = partial_ptr + (i_split * tokens + o_t) * WIDTH
+    o_p = tl.where(takes_gates, RANK + o_g, o_r)[:, None]
+    there = (o_p < tl.where(takes_gates, RANK + GATES, RANK)) & (o_t < tokens)[None, :]
+    tl.store(p_p[None, :] + o_p, products / HEADROOM, mask=there)
     if i_rank == 0:
-        tl.store(p_p + WIDTH - 1, squares[:, None], mask=alive)
-        if GATES:
-            tl.store(p_p + RANK + o_g[None, :], of_gates / HEADROOM, mask=alive & (o_g < GATES)[None, :])
+        tl.store(p_p + WIDTH - 1, squares, mask=o_t < tokens)
 
 
 @triton.jit
-def _sums(
+def sums(
     partial_ptr,
     i_t,
     o_c,
@@ -167,7 +160,7 @@ def _combine(
     o_c = i_c * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
-    total, rms = _sums(
+    total, rms = sums(
         partial_ptr, i_t, o_c, o_c < RANK + GATES, tokens, eps,
         STREAMS, HIDDEN, WIDTH, STREAM_BLOCK, SPLITS, SPLIT_BLOCK,
     )  # fmt: skip
@@ -190,42 +183,21 @@ def _config(tokens: int, ranks: int, splits: int, block: int, warps: int, stages
 
 def _space(dims: Dims) -> list[Config]:
     rows = max(16, min(dims["tokens"], 32))
-    tiles = [(64, 10, 128, 4, 2), (64, 10, 128, 4, 3), (32, 10, 128, 4, 2), (32, 10, 128, 4, 3), (64, 5, 128, 4, 5)]
-    tiles += [(64, 20, 128, 4, 1), (32, 20, 128, 4, 1), (64, 10, 256, 4, 1), (32, 10, 256, 4, 1)]
+    tiles = [(64, 20, 128, 4, 1), (64, 10, 128, 4, 2), (64, 10, 128, 4, 3), (64, 10, 64, 4, 5)]
     return [_config(rows, *tile) for tile in tiles]
 
 
 def _default(platform: Platform, dims: Dims) -> Config:
-    ranks = triton.next_power_of_2(max(dims["rank"], 16))
-    if dims["hidden"] < 512 or dims["itemsize"] == 4:
-        return _config(16, min(ranks, 16), triton.cdiv(dims["hidden"], 256), 64, 4, 1)
-    rows, splits = max(16, min(dims["tokens"], 32)), triton.cdiv(dims["hidden"], 256)
-    stages = 1 if platform.vendor == "amd" else 3 if rows == 16 else 2
-    return _config(rows, min(ranks, 64), splits, 128, 4, stages)
+    ranks, hidden = triton.next_power_of_2(max(dims["rank"], 16)), dims["hidden"]
+    if hidden < 512 or dims["itemsize"] == 4:
+        return _config(16, min(ranks, 16), triton.cdiv(hidden, 256), 64, 4, 1)
+    rows = max(16, min(dims["tokens"], 32))
+    if rows == 32 and dims["weight"] == 2 and platform.vendor == "nvidia":
+        return _config(rows, min(ranks, 64), triton.cdiv(hidden, 256), 64, 4, 5)
+    return _config(rows, min(ranks, 64), triton.cdiv(hidden, 128), 128, 4, 1)
 
 
 DOWN = Tunable("residual_few_down", _space, _default)
-
-
-def overlapping(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that starts while its predecessor still runs and waits for it (`gdc_wait`).
-
-    NVIDIA's programmatic dependent launch; elsewhere kernels follow one another.
-    """
-    if platform_for(device).vendor == "nvidia" and device.type != "cpu":
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
-
-
-def dims_of(x: Tensor, rank: int, weight: Tensor) -> dict[str, int]:
-    """What the compile-time choices depend on."""
-    return {
-        "tokens": bucket(x.shape[0]),
-        "hidden": x.shape[2],
-        "rank": rank,
-        "itemsize": x.element_size(),
-        "weight": weight.element_size(),
-    }
 
 
 def down(
@@ -250,7 +222,11 @@ def down(
     columns = triton.cdiv(hidden, config["SPLITS"])
     config["SPLITS"] = splits = triton.cdiv(hidden, columns)
     partial = torch.empty(streams * splits, tokens, width, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rank, config["RANKS"]), streams * splits, triton.cdiv(tokens, config["TOKENS"]))
+    grid = (
+        triton.cdiv(rank, config["RANKS"]) + (gates.shape[1] > 0),
+        streams * splits,
+        triton.cdiv(tokens, config["TOKENS"]),
+    )
     _down[grid](
         x,
         y,
@@ -267,7 +243,6 @@ def down(
         injection is not None,
         width,
         COLUMNS=columns,
-        GATE_BLOCK=max(triton.next_power_of_2(gates.shape[1]), 16),
         PDL=pdl["PDL"],
         **config,
     )

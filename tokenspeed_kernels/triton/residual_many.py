@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed_kernels.triton.device import bucket
-from tokenspeed_kernels.triton.residual_few_down import overlapping
+from tokenspeed_kernels.triton.residual_parts import dims_of, overlapping, store_gates
 from tokenspeed_kernels.triton.residual_prepare import prepare
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
@@ -160,13 +159,7 @@ def _up(
     mixed = tl.sum(gated, 1) / STREAMS
     tl.store(mixed_ptr + o_t[:, None] * HIDDEN + o_m[None, :], mixed.to(mixed_ptr.dtype.element_ty), mask=mask)
     if GATES and i_c == 0:
-        o_g = tl.arange(0, GATE_BLOCK)
-        has_gate = alive[:, None] & (o_g < GATES)[None, :]
-        total = tl.zeros((TOKENS, GATE_BLOCK), tl.float32)
-        for i_stream in tl.static_range(STREAMS):
-            p_p = products_ptr + (o_t[:, None] * STREAMS + i_stream) * GATES + o_g[None, :]
-            total += tl.load(p_p, mask=has_gate, other=0.0)
-        tl.store(gates_ptr + o_t[:, None] * GATES + o_g[None, :], 2.0 * tl.sigmoid(total / STREAMS), mask=has_gate)
+        store_gates(products_ptr, gates_ptr, o_t, tokens, STREAMS, GATES, GATE_BLOCK, TOKENS)
 
 
 def _down_config(tokens: int, ranks: int, splits: int, block: int, warps: int, stages: int) -> Config:
@@ -248,13 +241,7 @@ def mix_many(
     """Fills `mixed` and `gates`, and stores the injected streams; `scales` are those of both projections."""
     tokens, streams, hidden = x.shape
     rank, gate_count = w_down.shape[0], gates.shape[1]
-    dims = {
-        "tokens": bucket(tokens),
-        "hidden": hidden,
-        "rank": rank,
-        "itemsize": x.element_size(),
-        "weight": w_down.element_size(),
-    }
+    dims = dims_of(x, rank, w_down)
     pdl = overlapping(x.device)
     down_scale, up_scale = scales
     normed, products = prepare(x, injection, norm_weight, w_inject, eps)

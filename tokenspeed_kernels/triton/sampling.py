@@ -2,7 +2,7 @@
 
 All logits are read once, for the peaks of chunks. Where few tokens are kept, as top-k mostly has it, a program a row
 collects those (see `sampling_best`), ranks them by comparing all pairs, and inverts their cumulative distribution.
-Other rows are searched by mass (see `sampling_mass`); the launch is the same, what lies on the device decides.
+Other rows are searched by mass (see `sampling_mass`); what lies on the device decides, so all kernels are launched.
 """
 
 import torch
@@ -14,6 +14,7 @@ from tokenspeed_kernels import sampling
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import bucket
 from tokenspeed_kernels.triton.sampling_best import (
+    MOST_TOKENS,
     chunk_peaks,
     collect,
     logit_of,
@@ -23,7 +24,7 @@ from tokenspeed_kernels.triton.sampling_best import (
     total_weight,
     weight_of,
 )
-from tokenspeed_kernels.triton.sampling_mass import CUTS, PARTS, sample_by_mass, weigh
+from tokenspeed_kernels.triton.sampling_mass import sample_by_mass
 from tokenspeed_kernels.triton.tuning import Tunable
 from tokenspeed_registry.constraints import Dim
 
@@ -31,12 +32,13 @@ ROOM = 256
 """The most tokens that are kept for ranking all pairs."""
 BEST = Tunable(
     "sampling_best",
-    space=lambda dims: [{"TILE": tile, "num_warps": warps} for tile in (4096, 8192) for warps in (4, 8, 16)],
-    default=lambda platform, dims: {"TILE": 8192, "num_warps": 8},
+    space=lambda dims: [{"TILE": t, "num_warps": warps} for t, warps in ((4096, 4), (4096, 8), (4096, 16), (8192, 16))],
+    # On Blackwell eight warps would spill.
+    default=lambda platform, dims: {"TILE": 4096, "num_warps": 16 if platform.arch.startswith("sm_10") else 8},
 )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _sample_few(
     logit_ptr,  # [rows, vocab]
     peak_ptr,  # [rows, chunks]
@@ -47,33 +49,21 @@ def _sample_few(
     list_ptr,  # [rows, chunks]
     best_ptr,  # [rows, ROOM]
     best_key_ptr,  # [rows, ROOM]
-    count_ptr,  # [rows, PARTS, CUTS]
-    mass_ptr,  # [rows, PARTS, CUTS]
     o_ptr,  # [rows]
-    rows,
     vocab,
     chunks,
     ROOM: tl.constexpr,
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    # The first program of a row does all for one of which few tokens are kept; the others weigh the parts of another.
-    i_row = (tl.program_id(0) % rows).to(tl.int64)
-    i_part = tl.program_id(0) // rows
+    i_row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + i_row)
     kept = tl.load(top_k_ptr + i_row)
     kept = tl.where((kept <= 0) | (kept > vocab), vocab, kept)
     kept = tl.where(temperature <= 0, 1, kept)
-    if (kept > ROOM) == (i_part == 0):
+    if kept > ROOM:
         return
     temperature = positive(temperature)
-    if i_part > 0:
-        o_chunk = tl.arange(0, CHUNKS)
-        peaks = tl.load(peak_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=float("-inf"))
-        i_cell = (i_row * PARTS + i_part - 1) * CUTS
-        p_logit = logit_ptr + i_row * vocab
-        weigh(p_logit, count_ptr + i_cell, mass_ptr + i_cell, vocab, i_part - 1, tl.max(peaks, 0), temperature, 1024)
-        return
     p_best = best_ptr + i_row * ROOM
     p_best_key = best_key_ptr + i_row * ROOM
     found = collect(
@@ -97,7 +87,7 @@ def _sample_few(
     tl.store(o_ptr + i_row, token.to(tl.int64))
 
 
-@portable(sampling.sample)
+@portable(sampling.sample, constraints=[Dim("vocab") <= MOST_TOKENS])
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor, *, out: Tensor | None = None
 ) -> Tensor:
@@ -108,15 +98,12 @@ def sample(
     peaks, sums = chunk_peaks(logits, temperature)
     chunks = peaks.shape[1]
     lists, tokens, keys = scratch(rows, chunks, ROOM, logits.device)
-    many = vocab > ROOM
-    counts = torch.empty(rows, PARTS.value, CUTS.value, dtype=torch.int32, device=logits.device)
-    masses = torch.empty(rows, PARTS.value, CUTS.value, device=logits.device)
-    _sample_few[(rows * (1 + PARTS.value) if many else rows,)](
-        logits, peaks, temperature, top_k, top_p, uniform, lists, tokens, keys, counts, masses, ids,
-        rows, vocab, chunks, ROOM, bucket(chunks), **BEST.pick(logits.device, chunks=bucket(chunks), room=ROOM),
+    _sample_few[(rows,)](
+        logits, peaks, temperature, top_k, top_p, uniform, lists, tokens, keys, ids,
+        vocab, chunks, ROOM, bucket(chunks), **BEST.pick(logits.device, chunks=bucket(chunks), room=ROOM),
     )  # fmt: skip
-    if many:
-        sample_by_mass(logits, peaks, sums, counts, masses, temperature, top_k, top_p, uniform, ids, ROOM)
+    if vocab > ROOM:
+        sample_by_mass(logits, peaks, sums, temperature, top_k, top_p, uniform, ids, ROOM)
     return ids
 
 
@@ -170,7 +157,7 @@ def _logprobs(
             tl.store(o_id_ptr + place, best.to(tl.int64), mask=mask)
 
 
-@portable(sampling.logprobs, constraints=[Dim("top") <= 1024])
+@portable(sampling.logprobs, constraints=[Dim("vocab") <= MOST_TOKENS, Dim("top") <= 1024])
 def logprobs(
     logits: Tensor, ids: Tensor, *, top: int, out: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,8 @@ from torch import Tensor
 from tokenspeed_kernels.triton.selection import order_key, threshold_of
 
 CHUNK = tl.constexpr(256)
+MOST_TOKENS = CHUNK.value << 15
+"""A vocabulary of more has more chunks than a threshold is found among."""
 
 
 @triton.jit

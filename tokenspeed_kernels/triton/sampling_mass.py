@@ -5,8 +5,7 @@ one after another: that of rank `top_k` by counts, that of the nucleus by mass, 
 search reads the tokens once for three candidates between the bounds. Sums run in one order, so that the mass falls as
 the threshold rises, whatever the rounding.
 
-A program a row searches. What it reads is mostly a pool, the tokens above a cut of their weights: the programs before
-it, several a row, weigh what lies above each of some cuts, and gather what lies above the first that suffices.
+A program a row searches, mostly in the row's pool (see `sampling_pool`).
 """
 
 import torch
@@ -15,105 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernels.triton.sampling_best import logit_of, token_key, total_weight, weight_of
+from tokenspeed_kernels.triton.sampling_pool import gather_pools, many_kept
 
-PARTS = tl.constexpr(16)
-"""Programs that weigh and gather a row."""
-CUTS = tl.constexpr(8)
-_POOL = 1 << 16
-"""Tokens that a pool holds."""
-
-
-@triton.jit
-def _cuts(peak, temperature):
-    """Logits at and above which a weight is at least exp(-3), exp(-5), ... exp(-17): [CUTS]."""
-    return peak - (3.0 + 2.0 * tl.arange(0, CUTS)) * temperature
-
-
-@triton.jit
-def _part(vocab, i_part, TILE: tl.constexpr):
-    """First and last token of a part, in whole tiles."""
-    span = tl.cdiv(tl.cdiv(vocab, PARTS), TILE) * TILE
-    return i_part * span, tl.minimum((i_part + 1) * span, vocab)
-
-
-@triton.jit
-def weigh(p_logit, p_count, p_mass, vocab, i_part, peak, temperature, TILE: tl.constexpr):
-    """How many tokens of a part lie above each cut, and what they weigh: to [CUTS] both."""
-    cuts = _cuts(peak, temperature)
-    counts = tl.zeros([CUTS], tl.int32)
-    masses = tl.zeros([CUTS], tl.float32)
-    first, end = _part(vocab, i_part, TILE)
-    for i_token in range(first, end, TILE):
-        o_token = i_token + tl.arange(0, TILE)
-        logit = tl.load(p_logit + o_token, mask=o_token < end, other=float("-inf"))
-        weight = weight_of(logit, peak, temperature)
-        above = (logit[None, :] >= cuts[:, None]) & (logit > float("-inf"))[None, :]  # [CUTS, TILE]
-        counts += tl.sum(above.to(tl.int32), 1)
-        masses += tl.sum(tl.where(above, weight[None, :], 0.0), 1)
-    tl.store(p_count + tl.arange(0, CUTS), counts)
-    tl.store(p_mass + tl.arange(0, CUTS), masses)
-
-
-@triton.jit
-def _gather(
-    logit_ptr,  # [rows, vocab]
-    peak_ptr,  # [rows, chunks]
-    sum_ptr,  # [rows, chunks]
-    count_ptr,  # [rows, PARTS, CUTS]
-    mass_ptr,  # [rows, PARTS, CUTS]
-    temperature_ptr,  # [rows], as the next three
-    top_k_ptr,
-    top_p_ptr,
-    uniform_ptr,
-    pool_ptr,  # [rows, ROOM]
-    pool_token_ptr,  # [rows, ROOM]
-    found_ptr,  # [rows]
-    cut_ptr,  # [rows]
-    vocab,
-    chunks,
-    FEW: tl.constexpr,
-    ROOM: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    i_row = tl.program_id(0).to(tl.int64) // PARTS
-    i_part = tl.program_id(0) % PARTS
-    temperature = tl.load(temperature_ptr + i_row)
-    kept = tl.load(top_k_ptr + i_row)
-    kept = tl.where((kept <= 0) | (kept > vocab), vocab, kept)
-    if (temperature <= 0) | (kept <= FEW):
-        return
-    o_chunk = tl.arange(0, CHUNKS)
-    peaks = tl.load(peak_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=float("-inf"))
-    sums = tl.load(sum_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=0.0)
-    peak, total = total_weight(peaks, sums, temperature)
-    o_cut = tl.arange(0, CUTS)
-    o_part = tl.arange(0, PARTS)
-    p_cell = (i_row * PARTS + o_part)[:, None] * CUTS + o_cut[None, :]  # [PARTS, CUTS]
-    counts = tl.load(count_ptr + p_cell)
-    count = tl.sum(counts, 0)
-    mass = tl.sum(tl.load(mass_ptr + p_cell), 0)
-    top_p = tl.load(top_p_ptr + i_row)
-    share = tl.where(top_p < 1, top_p, tl.load(uniform_ptr + i_row))  # of the mass, that what is searched for lies in
-    enough = tl.where(kept < vocab, count >= kept, share * total < mass * (1.0 - 1e-5))
-    chosen = tl.min(tl.where(enough & (count <= ROOM), o_cut, CUTS), 0)
-    found = tl.sum(tl.where(o_cut == chosen, count, 0), 0)
-    cut = tl.sum(tl.where(o_cut == chosen, _cuts(peak, temperature), 0.0), 0)
-    if i_part == 0:
-        tl.store(found_ptr + i_row, found)
-        tl.store(cut_ptr + i_row, cut)
-    if found > 0:
-        earlier = (o_part < i_part)[:, None] & (o_cut == chosen)[None, :]
-        place = tl.sum(tl.sum(tl.where(earlier, counts, 0), 1), 0)
-        first, end = _part(vocab, i_part, TILE)
-        for i_token in range(first, end, TILE):
-            o_token = i_token + tl.arange(0, TILE)
-            logit = tl.load(logit_ptr + i_row * vocab + o_token, mask=o_token < end, other=float("-inf"))
-            taken = (logit >= cut) & (logit > float("-inf"))
-            o_pool = i_row * ROOM + place + tl.cumsum(taken.to(tl.int32), 0) - 1
-            tl.store(pool_ptr + o_pool, logit, mask=taken)
-            tl.store(pool_token_ptr + o_pool, o_token, mask=taken)
-            place += tl.sum(taken.to(tl.int32), 0)
+_SEARCHED = 4096
+"""Tokens that a program looks at together."""
+_COARSE = tl.constexpr(3)
+"""Steps of a search that look at all tokens."""
 
 
 @triton.jit
@@ -138,30 +44,91 @@ def _reached(p_logit, count, peak, temperature, a, b, c, TALLY: tl.constexpr, TI
 
 
 @triton.jit
+def _narrowed(low, high, a, b, c, of_a, of_b, of_c, target, STRICT: tl.constexpr):
+    """The bounds that are left once it is known what reaches each of three keys."""
+    if STRICT:
+        on_a, on_b, on_c = of_a > target, of_b > target, of_c > target
+    else:
+        on_a, on_b, on_c = of_a >= target, of_b >= target, of_c >= target
+    on_a &= a < high
+    on_b &= b < high
+    on_c &= c < high
+    high = tl.where(on_c, high, tl.where(on_b, c, tl.where(on_a, b, a)))
+    low = tl.where(on_c, c, tl.where(on_b, b, tl.where(on_a, a, low)))
+    return low, high
+
+
+@triton.jit
+def _key_within(logit, low, high):
+    key = token_key(logit, logit > float("-inf"), True).to(tl.int64)
+    return tl.minimum(tl.maximum(key, low + 1), high)
+
+
+@triton.jit
+def _keep_between(p_logit, p_near, count, peak, temperature, low, high, TALLY: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr):  # fmt: skip  # noqa: E501
+    """Leaves the logits whose keys are in [low, high), up to ROOM; how many there are, and what is above them."""
+    near = 0
+    above = tl.zeros([TILE], tl.float32)
+    tl.debug_barrier()
+    for i_token in range(0, count, TILE):
+        o_token = i_token + tl.arange(0, TILE)
+        inside = o_token < count
+        logit = tl.load(p_logit + o_token, mask=inside, other=float("-inf"))
+        key = token_key(logit, inside, True).to(tl.int64)
+        between = ((key >= low) & (key < high)).to(tl.int32)
+        place = near + tl.cumsum(between, 0) - 1
+        tl.store(p_near + place, logit, mask=(between > 0) & (place < ROOM))
+        near += tl.sum(between, 0)
+        if TALLY:
+            weight = tl.full([TILE], 1.0, tl.float32)
+        else:
+            weight = weight_of(logit, peak, temperature)
+        above += tl.where(key >= high, weight, 0.0)
+    tl.debug_barrier()
+    return near, tl.sum(above, 0)
+
+
+@triton.jit
 def _search(
-    p_logit, count, peak, temperature, low, high, target, STRICT: tl.constexpr, TALLY: tl.constexpr, TILE: tl.constexpr
+    p_logit, p_near, count, peak, temperature, low, high, target,
+    STRICT: tl.constexpr, TALLY: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The largest key in [low, high) that as much as `target` reaches, taken for granted of `low`."""
+    """The largest key in [low, high) that as much as `target` reaches, taken for granted of `low`.
+
+    Steps among all tokens, between equally spaced logits, leave a narrow range. Those within it are then set apart, and
+    the steps that are left, between keys, look at them alone.
+    """
+    for _ in range(_COARSE):
+        lowest = logit_of(low.to(tl.uint32))
+        least = peak - 80.0 * temperature
+        lowest = tl.where(lowest > least, lowest, least)
+        gap = (tl.minimum(logit_of((high - 1).to(tl.uint32)), peak) - lowest) * 0.25
+        a = _key_within(lowest + gap, low, high)
+        b = _key_within(lowest + 2.0 * gap, low, high)
+        c = _key_within(lowest + 3.0 * gap, low, high)
+        of_a, of_b, of_c = _reached(p_logit, count, peak, temperature, a, b, c, TALLY, TILE)
+        low, high = _narrowed(low, high, a, b, c, of_a, of_b, of_c, target, STRICT)
+    near, above = _keep_between(p_logit, p_near, count, peak, temperature, low, high, TALLY, ROOM, TILE)
+    fits = near <= ROOM
+    looked_at = tl.where(fits, near, count)
+    above = tl.where(fits, above, 0.0)
+    # By a difference of addresses: a choice between two pointers breaks the AMD compiler of Triton 3.6.
+    shift = tl.where(fits, (p_near.to(tl.int64) - p_logit.to(tl.int64)) // 4, 0)
     while high - low > 1:
         step = (high - low + 3) // 4
         a = low + step
         b = tl.minimum(a + step, high)
         c = tl.minimum(b + step, high)
-        of_a, of_b, of_c = _reached(p_logit, count, peak, temperature, a, b, c, TALLY, TILE)
-        if STRICT:
-            on_a, on_b, on_c = of_a > target, of_b > target, of_c > target
-        else:
-            on_a, on_b, on_c = of_a >= target, of_b >= target, of_c >= target
-        on_a &= a < high
-        on_b &= b < high
-        on_c &= c < high
-        high = tl.where(on_c, high, tl.where(on_b, c, tl.where(on_a, b, a)))
-        low = tl.where(on_c, c, tl.where(on_b, b, tl.where(on_a, a, low)))
+        of_a, of_b, of_c = _reached(p_logit + shift, looked_at, peak, temperature, a, b, c, TALLY, TILE)
+        low, high = _narrowed(low, high, a, b, c, above + of_a, above + of_b, above + of_c, target, STRICT)
     return low
 
 
 @triton.jit
-def _find(p_logit, count, edge, kept, vocab, mass, top_p, uniform, peak, temperature, TILE: tl.constexpr):
+def _find(
+    p_logit, p_near, count, edge, kept, vocab, mass, top_p, uniform, peak, temperature,
+    ROOM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """The place of the token drawn among `count` logits: all of a row, or all that matter.
 
     Their keys are above `edge`, which is 1 at least; the weights of the row sum to `mass`.
@@ -171,7 +138,7 @@ def _find(p_logit, count, edge, kept, vocab, mass, top_p, uniform, peak, tempera
     # What temperature and top-k keep: keys above `edge`, and `edge_count` of those that equal it.
     edge_count = tl.full([], 0.0, tl.float32)
     if kept < vocab:
-        edge = _search(p_logit, count, peak, temperature, edge, top, kept * 1.0, False, True, TILE)
+        edge = _search(p_logit, p_near, count, peak, temperature, edge, top, kept * 1.0, False, True, ROOM, TILE)
         reached, above, _ = _reached(p_logit, count, peak, temperature, edge, edge + 1, edge + 1, True, TILE)
         edge_count = tl.minimum(kept - above, reached - above)
         _, mass, _ = _reached(p_logit, count, peak, temperature, edge, edge + 1, edge + 1, False, TILE)
@@ -181,7 +148,7 @@ def _find(p_logit, count, edge, kept, vocab, mass, top_p, uniform, peak, tempera
     # Of those, the fewest whose mass reaches top_p.
     if top_p < 1:
         wanted = tl.maximum(top_p * mass, 0.5)  # the first token weighs 1
-        core = _search(p_logit, count, peak, temperature, edge, top, wanted, False, False, TILE)
+        core = _search(p_logit, p_near, count, peak, temperature, edge, top, wanted, False, False, ROOM, TILE)
         weight = weight_of(logit_of(core.to(tl.uint32)), peak, temperature)
         at, above, _ = _reached(p_logit, count, peak, temperature, core, core + 1, core + 1, True, TILE)
         _, mass_above, _ = _reached(p_logit, count, peak, temperature, core, core + 1, core + 1, False, TILE)
@@ -192,7 +159,7 @@ def _find(p_logit, count, edge, kept, vocab, mass, top_p, uniform, peak, tempera
         mass = mass_above + tl.where(edge_count > 0, edge_count * weight, 0.0)
 
     target = tl.minimum(uniform * mass, mass * (1.0 - 2.0**-23))
-    key = _search(p_logit, count, peak, temperature, edge, top, target, True, False, TILE)
+    key = _search(p_logit, p_near, count, peak, temperature, edge, top, target, True, False, ROOM, TILE)
     weight = weight_of(logit_of(key.to(tl.uint32)), peak, temperature)
     _, mass_above, _ = _reached(p_logit, count, peak, temperature, key, key + 1, key + 1, False, TILE)
     index = tl.maximum(tl.floor((target - mass_above) / tl.maximum(weight, 1e-37)), 0.0)
@@ -224,6 +191,7 @@ def _sample_by_mass(
     uniform_ptr,
     pool_ptr,  # [rows, ROOM]
     pool_token_ptr,  # [rows, ROOM]
+    near_ptr,  # [rows, ROOM], scratch
     found_ptr,  # [rows]
     cut_ptr,  # [rows]
     o_ptr,  # [rows]
@@ -235,11 +203,10 @@ def _sample_by_mass(
     TILE: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + i_row)
-    kept = tl.load(top_k_ptr + i_row)
-    kept = tl.where((kept <= 0) | (kept > vocab), vocab, kept)
-    if (temperature <= 0) | (kept <= FEW):
+    kept, many = many_kept(top_k_ptr, temperature_ptr, i_row, vocab, FEW)
+    if not many:
         return
+    temperature = tl.load(temperature_ptr + i_row)
     o_chunk = tl.arange(0, CHUNKS)
     peaks = tl.load(peak_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=float("-inf"))
     sums = tl.load(sum_ptr + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=0.0)
@@ -250,16 +217,17 @@ def _sample_by_mass(
     top_p = tl.load(top_p_ptr + i_row)
     uniform = tl.load(uniform_ptr + i_row)
     found = tl.load(found_ptr + i_row)
+    p_near = near_ptr + i_row * ROOM
     if found > 0:
         cut = tl.load(cut_ptr + i_row)
         edge = tl.maximum(token_key(cut, cut > float("-inf"), True).to(tl.int64) - 1, 1)
         p_pool = pool_ptr + i_row * ROOM
-        place = _find(p_pool, found, edge, kept, vocab, total, top_p, uniform, peak, temperature, TILE)
+        place = _find(p_pool, p_near, found, edge, kept, vocab, total, top_p, uniform, peak, temperature, ROOM, TILE)
         token = tl.load(pool_token_ptr + i_row * ROOM + place)
     else:
         edge = tl.full([], 1, tl.int64)
         p_logit = logit_ptr + i_row * vocab
-        token = _find(p_logit, vocab, edge, kept, vocab, total, top_p, uniform, peak, temperature, TILE)
+        token = _find(p_logit, p_near, vocab, edge, kept, vocab, total, top_p, uniform, peak, temperature, ROOM, TILE)
     tl.store(o_ptr + i_row, token)
 
 
@@ -267,8 +235,6 @@ def sample_by_mass(
     logits: Tensor,
     peaks: Tensor,
     sums: Tensor,
-    counts: Tensor,
-    masses: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -278,15 +244,9 @@ def sample_by_mass(
 ) -> None:
     """Ids of the rows in which more than `few` tokens are kept; other rows are left as they are."""
     rows, vocab = logits.shape
-    chunks = peaks.shape[1]
-    room = min(_POOL, triton.next_power_of_2(vocab))
-    pool = torch.empty(rows, room, device=logits.device)
-    tokens = torch.empty(rows, room, dtype=torch.int32, device=logits.device)
-    found = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    cut = torch.empty(rows, device=logits.device)
     controls = temperature, top_k, top_p, uniform
-    sizes = vocab, chunks, few, room, triton.next_power_of_2(chunks)
-    _gather[(rows * PARTS.value,)](
-        logits, peaks, sums, counts, masses, *controls, pool, tokens, found, cut, *sizes, 4096, num_warps=8
-    )
-    _sample_by_mass[(rows,)](logits, peaks, sums, *controls, pool, tokens, found, cut, ids, *sizes, 4096, num_warps=16)
+    pool, tokens, found, cut = gather_pools(logits, peaks, sums, *controls, few)
+    _sample_by_mass[(rows,)](
+        logits, peaks, sums, *controls, pool, tokens, torch.empty_like(pool), found, cut, ids,
+        vocab, peaks.shape[1], few, pool.shape[1], triton.next_power_of_2(peaks.shape[1]), _SEARCHED, num_warps=16,
+    )  # fmt: skip

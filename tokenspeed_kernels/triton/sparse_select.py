@@ -17,7 +17,7 @@ from tokenspeed_kernels import sparse, sparse_select
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import bucket
 from tokenspeed_kernels.triton.selection import order_key, threshold_of
-from tokenspeed_kernels.triton.sparse import write_scores
+from tokenspeed_kernels.triton.sparse import NOT_EMPTY, write_scores
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry import Dim
 from tokenspeed_registry.platform import Platform
@@ -118,7 +118,7 @@ def topk_blocks(scores: Tensor, *, top_k: int, out: Tensor | None = None) -> Ten
     return blocks
 
 
-@portable(sparse_select.select_blocks, constraints=[Dim("top_k") <= MOST])
+@portable(sparse_select.select_blocks, constraints=[*NOT_EMPTY, Dim("top_k") <= MOST])
 def select_blocks(
     q: Tensor,
     block_cache: Tensor,

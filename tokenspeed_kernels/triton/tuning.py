@@ -26,6 +26,8 @@ Config = Mapping[str, Any]
 """Keyword arguments of a launch: constexprs of the kernel, `num_warps`, `num_stages`."""
 Dims = Mapping[str, int]
 SHIPPED = Path(__file__).parent / "tables"
+SAME_ARCH = {"sm_90a": "nvidia-h200"}
+"""By arch: the device whose table serves others of it, that have none of their own."""
 
 _forced: ContextVar[Mapping[str, Config] | None] = ContextVar("tokenspeed_triton_forced", default=None)
 _asked: ContextVar[dict[str, tuple["Tunable", dict[str, int]]] | None]
@@ -54,10 +56,6 @@ class Tunable:
             if device.type == "cuda":  # other devices stand for whatever platform is planned for
                 self._chosen[key] = chosen
         return chosen
-
-    def forget(self) -> None:
-        """Looks into the tables anew at the next call."""
-        self._chosen.clear()
 
     def _watched(self, device: torch.device, dims: dict[str, int]) -> Config:
         asked = _asked.get()
@@ -98,14 +96,10 @@ def user_table(platform: Platform) -> Path:
 
 @cache
 def tables(platform: Platform) -> tuple[Mapping[str, Mapping[str, Config]], ...]:
-    """The tables for a platform, best first: the user's, then the shipped one of the device, or of its arch."""
-    by_arch = next((SHIPPED / f"{slug}.json" for slug in _KIN.get(platform.arch, ())), None)
-    paths = [user_table(platform), SHIPPED / f"{device_slug(platform)}.json", by_arch]
-    return tuple(json.loads(path.read_text())["choices"] for path in paths if path is not None and path.exists())
-
-
-_KIN = {"sm_90a": ("nvidia-h200",)}
-"""Where no table of the very device is shipped: that of a device of the same arch."""
+    """The tables for a platform, best first: the user's, the device's shipped one, one of a device of the same arch."""
+    shipped = [device_slug(platform), *filter(None, [SAME_ARCH.get(platform.arch)])]
+    paths = dict.fromkeys([user_table(platform), *(SHIPPED / f"{name}.json" for name in shipped)])
+    return tuple(json.loads(path.read_text())["choices"] for path in paths if path.exists())
 
 
 @contextmanager

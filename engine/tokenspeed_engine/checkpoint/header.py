@@ -24,13 +24,17 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its file declares it. `dtype` is safetensors' name, such as "BF16"; `nbytes` its size on disk."""
+    """One tensor as its file declares it.
+
+    `dtype` is safetensors' name, such as "BF16"; `nbytes` its size on disk; `start` where in the file it begins.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    start: int
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -68,11 +72,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     spans: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
         try:
-            info, start = _parse_entry(name, entry, file)
+            info, offset = _parse_entry(name, entry, file, 8 + length)
         except ValueError as error:
             raise fail(f"malformed header: tensor {name}: {error}") from error
         tensors[name] = info
-        spans.append((start, start + info.nbytes, name))
+        spans.append((offset, offset + info.nbytes, name))
 
     end = 0
     for start, stop, name in sorted(spans):
@@ -87,7 +91,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _parse_entry(name: str, entry: Any, file: Path) -> tuple[TensorInfo, int]:
+def _parse_entry(name: str, entry: Any, file: Path, data_start: int) -> tuple[TensorInfo, int]:
+    """The tensor, and its offset among the file's data."""
     if not isinstance(entry, dict):
         raise ValueError("not a JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -101,7 +106,7 @@ def _parse_entry(name: str, entry: Any, file: Path) -> tuple[TensorInfo, int]:
     nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
     if stop - start != nbytes:
         raise ValueError(f"{stop - start} bytes of data for {dtype} {shape}, expected {nbytes}")
-    return TensorInfo(name, file, dtype, tuple(shape), nbytes), start
+    return TensorInfo(name, file, dtype, tuple(shape), nbytes, data_start + start), start
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

@@ -1,34 +1,53 @@
-"""Fills the engine's tensors from a checkpoint."""
+"""Fills the engine's tensors from a checkpoint, or with random numbers."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from tokenspeed_engine.checkpoint.errors import CheckpointError
 from tokenspeed_engine.checkpoint.match import match
-from tokenspeed_engine.checkpoint.plan import Target, WeightPlan
+from tokenspeed_engine.checkpoint.plan import Layout, Target, WeightPlan
 from tokenspeed_engine.checkpoint.reader import Checkpoint
+from tokenspeed_engine.checkpoint.stream import Read, stream
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Loaded tensors by target name, and the name of the layout each parameter came in."""
+    """Loaded tensors by target name, and the name of the layout each parameter came in.
+
+    `quantise`: whether the model is to keep its projections in block-scaled FP8 where they came in a wider dtype.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     layouts: Mapping[str, str]
+    quantise: bool = False
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
 
-def load_weights(checkpoint: Checkpoint, plan: WeightPlan, device: torch.device, dtype: torch.dtype) -> Weights:
-    """Reads every parameter of `plan` onto `device`, in `dtype` but for those that stay float32.
 
-    One tensor is read at a time, straight into its place, so host memory beyond the result stays at one tensor.
+def load_weights(
+    checkpoint: Checkpoint,
+    plan: WeightPlan,
+    device: torch.device,
+    dtype: torch.dtype,
+    host: Collection[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Weights:
+    """Reads every parameter of `plan` onto `device`, in `dtype` where a target is in the model's.
+
+    `host`: names of targets that stay in host memory, page-locked where the device is an accelerator.
+
+    Several files are read at once, each in small parts straight into their places, so host memory beyond the result
+    stays far below one file. `progress` is told bytes read and bytes in all.
+
     Raises CheckpointError with every problem found: see `match`, and constants that differ from the computed ones.
     """
     found = match(plan, checkpoint.tensors, str(checkpoint.folder))
@@ -42,17 +61,30 @@ def load_weights(checkpoint: Checkpoint, plan: WeightPlan, device: torch.device,
     for skipped in found.skipped:
         logger.info("skipped %s: %d tensors, %d bytes", skipped.group, skipped.count, skipped.nbytes)
 
-    tensors: dict[str, torch.Tensor] = {}
-    for layout in found.layouts.values():
-        for target in layout.targets:
-            tensors[target.name] = _fill(target, checkpoint, device, dtype)
+    tensors = allocate(found.layouts, device, dtype, host)
+    reads = [
+        Read(
+            checkpoint.tensors[piece.name],
+            tensors[target.name].view(-1)[piece.offset : piece.offset + piece.numel],
+            piece.part,
+        )
+        for layout in found.layouts.values()
+        for target in layout.targets
+        for piece in target.pieces
+    ]
+    stream(reads, progress)
     return Weights(tensors, {parameter: layout.name for parameter, layout in found.layouts.items()})
 
 
-def _fill(target: Target, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    stored_as = torch.float32 if target.dtype == "float32" else dtype
-    filled = torch.empty(target.shape, dtype=stored_as, device=device)
-    flat = filled.view(-1)
-    for piece in target.pieces:
-        flat[piece.offset : piece.offset + piece.numel].copy_(checkpoint.read(piece.name).view(-1))
-    return filled
+def allocate(
+    layouts: Mapping[str, Layout], device: torch.device, dtype: torch.dtype, host: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """A tensor of any content for every target, placed as `load_weights` says."""
+
+    def tensor(target: Target) -> torch.Tensor:
+        of = dtype if target.dtype == "model" else getattr(torch, target.dtype)
+        if target.name in host:
+            return torch.empty(target.shape, dtype=of, pin_memory=device.type == "cuda")
+        return torch.empty(target.shape, dtype=of, device=device)
+
+    return {target.name: tensor(target) for layout in layouts.values() for target in layout.targets}

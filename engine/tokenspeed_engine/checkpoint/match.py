@@ -1,5 +1,6 @@
 """Compares what a model expects with what a checkpoint holds, before a byte of weights is read."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -38,9 +39,9 @@ def match(plan: WeightPlan, tensors: Mapping[str, TensorInfo], subject: str) -> 
     for parameter in plan.parameters:
         layout = _choose_layout(parameter, tensors)
         layouts[parameter.name] = layout
-        for piece in layout.pieces:
+        for piece, dtypes in layout.pieces:
             unclaimed.pop(piece.name, None)
-            problems += _check(piece, tensors.get(piece.name), layout.dtypes)
+            problems += _check(piece, tensors.get(piece.name), dtypes)
 
     constants = tuple(constant for constant in plan.constants if constant.name in tensors)
     for constant in constants:
@@ -62,20 +63,21 @@ def match(plan: WeightPlan, tensors: Mapping[str, TensorInfo], subject: str) -> 
 
 def _choose_layout(parameter: Parameter, tensors: Mapping[str, TensorInfo]) -> Layout:
     """The layout whose tensors are there in its dtypes, else the one to complain about."""
-    present = [layout for layout in parameter.layouts if any(piece.name in tensors for piece in layout.pieces)]
+    present = [layout for layout in parameter.layouts if any(piece.name in tensors for piece, _ in layout.pieces)]
     readable = [layout for layout in present if _dtypes_fit(layout, tensors)]
     return (readable or present or list(parameter.layouts))[0]
 
 
 def _dtypes_fit(layout: Layout, tensors: Mapping[str, TensorInfo]) -> bool:
-    return all(tensors[piece.name].dtype in layout.dtypes for piece in layout.pieces if piece.name in tensors)
+    return all(tensors[piece.name].dtype in dtypes for piece, dtypes in layout.pieces if piece.name in tensors)
 
 
 def _check(piece: Piece, info: TensorInfo | None, dtypes: frozenset[str]) -> Iterable[str]:
     if info is None:
         yield f"{piece.name}: missing, expected {list(piece.shape)}"
         return
-    if info.shape != piece.shape:
+    # A single number is stored with or without a dim.
+    if info.shape != piece.shape and not (math.prod(info.shape) == piece.numel == 1):
         yield f"{piece.name}: shape {list(info.shape)}, expected {list(piece.shape)}"
     if info.dtype not in dtypes:
         yield f"{piece.name}: dtype {info.dtype}, expected {' or '.join(sorted(dtypes))}"

@@ -6,37 +6,49 @@ target for each. Names, shapes and dtypes are compared before anything is read.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 FLOAT_DTYPES = frozenset({"F32", "BF16", "F16"})
+FP8_DTYPES = frozenset({"F8_E4M3"})
+BYTE_DTYPES = frozenset({"U8"})
 
-TargetDtype = Literal["model", "float32"]
-"""dtype in memory: the one the model is served in, or float32 where the maths is float32 whatever the model's."""
+TargetDtype = Literal["model", "float32", "float8_e4m3fn", "uint8"]
+"""dtype in memory: the one the model is served in, float32 where the maths is float32 whatever the model's, or that of
+quantised elements (uint8: two four-bit codes)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor `name` of `shape` that fills its target from element `offset` on (row-major)."""
+    """A checkpoint tensor `name` of `shape` that fills its target from element `offset` on (row-major).
+
+    `part`: what of it is taken, a range a dim; None takes all.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int = 0
+    part: tuple[range, ...] | None = None
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        """Elements that it fills."""
+        return math.prod(self.shape if self.part is None else map(len, self.part))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor the engine holds. Its pieces tile it: every element comes from exactly one."""
+    """A tensor the engine holds. Its pieces tile it: every element comes from exactly one.
+
+    `disk`: the safetensors dtypes that its pieces may have.
+    """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     dtype: TargetDtype = "model"
+    disk: frozenset[str] = FLOAT_DTYPES
 
     def __post_init__(self) -> None:
         end = 0
@@ -50,15 +62,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which checkpoints store a parameter. `dtypes` are the safetensors dtypes its pieces may have."""
+    """One way in which checkpoints store a parameter."""
 
     name: str
     targets: tuple[Target, ...]
-    dtypes: frozenset[str] = FLOAT_DTYPES
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        return tuple(piece for target in self.targets for piece in target.pieces)
+    def pieces(self) -> Iterator[tuple[Piece, frozenset[str]]]:
+        """Every piece, with the dtypes it may have."""
+        return ((piece, target.disk) for target in self.targets for piece in target.pieces)
 
 
 @dataclass(frozen=True)
@@ -94,11 +106,13 @@ class WeightPlan:
     unserved: tuple[Unserved, ...]
 
 
-def concatenated(pieces: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Piece, ...]:
-    """Pieces from (name, shape) pairs that follow one another along the first dim of their target."""
+def concatenated(
+    pieces: Iterable[tuple[str, tuple[int, ...]]], part: tuple[range, ...] | None = None
+) -> tuple[Piece, ...]:
+    """Pieces from (name, shape) pairs that follow one another along the first dim of their target; of each, `part`."""
     placed: list[Piece] = []
     offset = 0
     for name, shape in pieces:
-        placed.append(Piece(name, shape, offset))
+        placed.append(Piece(name, shape, offset, part))
         offset += placed[-1].numel
     return tuple(placed)

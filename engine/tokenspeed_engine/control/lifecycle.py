@@ -62,6 +62,8 @@ class _Live(_State):
 class Waiting(_Live):
     """Holds nothing: new, or preempted with the tokens it had generated."""
 
+    was_admitted: bool = False
+
     @staticmethod
     def new(request: Request) -> "Waiting":
         return Waiting(request, TokenLog(request.prompt), _Life(), 0)
@@ -76,7 +78,7 @@ class Waiting(_Live):
                 all tokens, since the last one must run to be sampled from.
         """
         _expect(0 <= reused < len(self.tokens), f"reused: expected 0 to {len(self.tokens) - 1}, got {reused}")
-        return Prefilling(*self._consume(), pages, slot, reused)
+        return Prefilling(*self._consume(), pages, slot, reused, reused)
 
     def send(self, pages: PageLease, slot: StateLease) -> "PrefillingElsewhere":
         """Let another engine prefill into the pages and the slot."""
@@ -95,7 +97,7 @@ class _Holding(_Live):
 
     def preempt(self) -> Waiting:
         """Give pages and slot back; the tokens stay, to be run again."""
-        following = Waiting(*self._consume())
+        following = Waiting(*self._consume(), was_admitted=True)
         self._release()
         return following
 
@@ -112,15 +114,16 @@ class _Holding(_Live):
 
 @dataclass(frozen=True, slots=True)
 class Prefilling(_Holding):
-    """Known tokens are being run, chunk by chunk; the first `computed` of them have been."""
+    """Known tokens are being run, chunk by chunk; the first `computed` of them have been, or were `reused`."""
 
+    reused: int
     computed: int
 
     def advance(self, count: int) -> "Prefilling":
         """A chunk of count tokens ran and at least one token is left."""
         left = len(self.tokens) - self.computed
         _expect(0 < count < left, f"count: expected 1 to {left - 1}, got {count}")
-        return Prefilling(*self._consume(), self.pages, self.slot, self.computed + count)
+        return Prefilling(*self._consume(), self.pages, self.slot, self.reused, self.computed + count)
 
     def complete(self, token: int, drafts: Sequence[int] = ()) -> "Decoding":
         """The last chunk ran and token was sampled after it."""
@@ -138,7 +141,7 @@ class PrefillingElsewhere(_Holding):
 
 @dataclass(frozen=True, slots=True)
 class Decoding(_Holding):
-    """All tokens but the last have been run.
+    """All tokens but the last have been run, at least one of them by this request.
 
     `drafts` are guesses at the tokens to come. A step runs the last token and as many drafts as it has room for, and
     pages and slot are afterwards as if only the accepted ones had been run.

@@ -1,6 +1,6 @@
 """What a request has to say after a step, and the stream that says it."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from tokenspeed_engine.control.detokenise import Detokenizer, Tokenizer
@@ -12,10 +12,14 @@ from tokenspeed_engine.control.stop import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted as OpenAI's API does: a token that ends the request counts."""
+    """Tokens counted as OpenAI's API does: a token that ends the request counts.
+
+    `cached_tokens`: prompt tokens that the prefix cache had when the request was given its pages.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,11 @@ class RequestOutput:
 
 
 class OutputStream:
-    """Takes a request's tokens one by one, decides which of them ends it, and hands out what is new."""
+    """Takes a request's tokens one by one, decides which of them ends it, and hands out what is new.
+
+    Ends by id or length are known from the tokens alone (`cut`), an end by a stop string only from the text (`push`).
+    `cached_tokens` is for the usage, and set when it is known.
+    """
 
     def __init__(self, request: Request, eos_token_ids: Set[int], tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -56,10 +64,21 @@ class OutputStream:
         )
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops = StopStrings(params.stop)
+        self.cached_tokens = 0
         self._num_tokens = 0
         self._new_tokens: list[int] = []
         self._new_logprobs: list[TokenLogprobs] = []
         self._new_text: list[str] = []
+
+    def cut(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many of the next tokens count, and the reason if the last of those ends the request by id or length.
+
+        Takes none of them and makes no text.
+        """
+        for index, token in enumerate(tokens):
+            if (reason := self._end(token, self._num_tokens + index + 1)) is not None:
+                return index + 1, reason
+        return len(tokens), None
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> FinishReason | None:
         """Take the next token; says whether it ends the request. If it does, none may follow."""
@@ -67,12 +86,13 @@ class OutputStream:
         self._new_tokens.append(token)
         if logprobs is not None:
             self._new_logprobs.append(logprobs)
-        if token in self._end_ids:
+        reason = self._end(token, self._num_tokens)
+        if reason == "stop":
             self._close()
             return "stop"
         if self._detokenizer is not None and self._let_out(self._detokenizer.push(token)):
             return "stop"
-        if len(self._request.prompt) + self._num_tokens == self._request.max_tokens:
+        if reason == "length":
             return "stop" if self._close() else "length"
         return None
 
@@ -87,12 +107,18 @@ class OutputStream:
             logprobs=tuple(self._new_logprobs),
             finish_reason=reason,
             error=error,
-            usage=Usage(len(self._request.prompt), self._num_tokens),
+            usage=Usage(len(self._request.prompt), self._num_tokens, self.cached_tokens),
         )
         self._new_tokens.clear()
         self._new_logprobs.clear()
         self._new_text.clear()
         return output
+
+    def _end(self, token: int, num_tokens: int) -> FinishReason | None:
+        """What the token, the request's num_tokens-th, ends it with by id or length."""
+        if token in self._end_ids:
+            return "stop"
+        return "length" if len(self._request.prompt) + num_tokens == self._request.max_tokens else None
 
     def _let_out(self, text: str) -> bool:
         """Pass text on as far as stop strings allow; whether one ended it."""

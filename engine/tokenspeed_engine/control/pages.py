@@ -1,37 +1,37 @@
 """KV pages: a fixed pool, and leases on it that grow with their request."""
 
+from collections.abc import Sequence
+
 from tokenspeed_engine.control.errors import LeaseError
+from tokenspeed_engine.control.pool import Pool
 
 
-class PagePool:
-    """Pages 0 to num_pages - 1 of page_size tokens each; one lease at a time holds a page."""
+class PagePool(Pool):
+    """Pages 0 to num_pages - 1 of page_size tokens each.
+
+    Leases may share a page. Only one of its holders writes to it, behind all that the others read: a page is shared
+    when it is full, or up to the tokens that were in it at that time.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages = num_pages
+        super().__init__(num_pages)
         self.page_size = page_size
-        # A stack: deterministic, lowest ids first in a fresh pool, and what was freed last is taken first.
-        self._free = list(range(num_pages - 1, -1, -1))
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_pages(self) -> int:
+        return self.size
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold num_tokens."""
         return -(-num_tokens // self.page_size)
 
-    def lease(self, num_tokens: int) -> "PageLease | None":
-        """A lease on pages for num_tokens, or None where too few are free."""
-        lease = PageLease(self)
-        return lease if lease.grow(num_tokens) else None
-
-    def _take(self, count: int) -> list[int] | None:
-        if count > len(self._free):
-            return None
-        return [self._free.pop() for _ in range(count)]
-
-    def _give(self, pages: tuple[int, ...]) -> None:
-        self._free.extend(reversed(pages))
+    def lease(self, num_tokens: int, shared: Sequence[int] = ()) -> "PageLease | None":
+        """A lease on pages for num_tokens, the first of them `shared`, or None where too few are free."""
+        lease = PageLease(self, shared)
+        if lease.grow(num_tokens):
+            return lease
+        lease.release()
+        return None
 
 
 class PageLease:
@@ -42,10 +42,11 @@ class PageLease:
 
     __slots__ = ("_pages", "_pool", "_released")
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, shared: Sequence[int]) -> None:
         self._pool = pool
-        self._pages: tuple[int, ...] = ()
+        self._pages = tuple(shared)
         self._released = False
+        pool._share(self._pages)
 
     @property
     def pages(self) -> tuple[int, ...]:

@@ -39,6 +39,9 @@ class Row:
         context: the tokens before start, nearest last, as many as the configuration asks for and there are.
         sample: None where more known tokens follow in a later step.
         decode: whether tokens are the last token and drafts.
+        following: the known token after tokens[-1], where more known tokens follow; None where it is to be sampled.
+
+    A slot whose row before began at s, and whose row now starts at s', had s' - s tokens of that row accepted.
     """
 
     request_id: str
@@ -50,14 +53,69 @@ class Row:
     context: tuple[int, ...]
     sample: Sample | None
     decode: bool
+    following: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Bring a slot into plain form, as after exactly `length` tokens of its sequence: what was kept is folded in, what
+    was rejected is dropped.
+
+    `length` lies within what the slot's last row ran: start + 1 to start + len(tokens) of it.
+    """
+
+    slot: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopySlot:
+    """Copy a settled slot to another one of the pool, which counts as settled at the source's length."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPage:
+    """Copy a KV page of all layers."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Copy a settled slot to a host snapshot."""
+
+    slot: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy a host snapshot to a slot, which counts as settled at the snapshot's length."""
+
+    host: int
+    slot: int
+
+
+Transfer = Settle | CopySlot | CopyPage | Offload | Fetch
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows of one step, decodes first; each part in order of arrival."""
+    """One step: the transfers, one after the other in their order, and then the rows.
+
+    Args:
+        rows: decodes first.
+        num_decodes: how many of the rows are decodes.
+        transfers: a slot or page that one of them overwrites may be another's source before it, and a row's after it.
+    """
 
     rows: tuple[Row, ...]
     num_decodes: int
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +141,7 @@ class Accepted:
         tokens: the tokens it yields. Without `Row.sample` none; else one, or with m accepted drafts m + 1. After a
             decode, pages and slot are as if the row had run its first len(tokens) tokens only.
         logprobs: one entry a token where the request asked for them, else empty.
-        drafts: guesses at the tokens that follow, for the next step.
+        drafts: guesses at the tokens that follow, for the next step; at most `ControlConfig.num_drafts`.
     """
 
     tokens: tuple[int, ...] = ()
@@ -108,11 +166,19 @@ class StepResult:
     rows: tuple[RowResult, ...]
 
 
+class PendingStep(Protocol):
+    """A step that was handed to the device."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. An exception ends the requests of all rows, and what is cached is forgotten."""
+        ...
+
+
 class Executor(Protocol):
     """The execution plane as the control plane sees it."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run every row. An exception ends the requests of all rows."""
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Begin a step, without waiting where the device is asynchronous. An exception counts as the result's."""
         ...
 
 

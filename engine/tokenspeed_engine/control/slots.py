@@ -1,25 +1,20 @@
-"""Recurrent-state slots: a fixed pool, one slot a running request."""
+"""Recurrent-state slots: a fixed pool for running requests and for snapshots."""
 
 from tokenspeed_engine.control.errors import LeaseError
+from tokenspeed_engine.control.pool import Pool
 
 
-class StatePool:
+class StatePool(Pool):
     """Slots 0 to num_slots - 1. A slot is handed over as it is: the plan says when its content counts as zero."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_slots(self) -> int:
+        return self.size
 
     def lease(self) -> "StateLease | None":
-        """A lease on one slot, or None where all are taken."""
-        return StateLease(self, self._free.pop()) if self._free else None
-
-    def _give(self, slot: int) -> None:
-        self._free.append(slot)
+        """A lease on one slot, or None where requests hold all of them."""
+        taken = self._take(1)
+        return None if taken is None else StateLease(self, taken[0])
 
 
 class StateLease:
@@ -41,7 +36,7 @@ class StateLease:
         """Give the slot back."""
         self._check()
         self._released = True
-        self._pool._give(self._slot)
+        self._pool._give((self._slot,))
 
     def _check(self) -> None:
         if self._released:

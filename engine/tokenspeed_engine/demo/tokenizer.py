@@ -12,9 +12,14 @@ from .config import SPECIAL_TOKENS
 # a line end is cut as the same text was in training.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+# Earlier answers keep their reasoning, so that the prompt of a next turn begins with this one's tokens.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n<think>\\n' }}
@@ -47,7 +52,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json (with the chat template) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = json.loads(tokenizer.to_str())
+    for token in tokens["added_tokens"]:
+        # The tags of reasoning are text: whoever takes an answer apart looks for them there.
+        token["special"] = token["content"] not in (SPECIAL_TOKENS[3], SPECIAL_TOKENS[4])
+    (folder / "tokenizer.json").write_text(json.dumps(tokens, indent=2, ensure_ascii=False))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SPECIAL_TOKENS[0],

@@ -11,6 +11,10 @@ from tokenspeed_engine.checkpoint.errors import ConfigError
 Config = TypeVar("Config", bound=BaseModel)
 
 
+FP8_BLOCK = 128
+MODELOPT_FORMATS = ("NVFP4", "MIXED_PRECISION")
+
+
 class FieldProblems(ValueError):
     """Raised by a configuration's own validator, since pydantic's messages cannot carry several problems."""
 
@@ -31,12 +35,26 @@ def validated(kind: type[Config], fields: Mapping[str, Any], subject: str, path:
         raise ConfigError(subject, [f"{path}{problem}" for problem in _describe(error)]) from error
 
 
-def refuse_quantisation(fields: Mapping[str, Any], subject: str) -> None:
-    """Raises ConfigError about `subject` for the config.json of a quantised checkpoint."""
-    quantisation = fields.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-        raise ConfigError(subject, [f"quantization_config: {method} weights are not supported"])
+def check_quantisation(fields: Mapping[str, Any], subject: str) -> None:
+    """Raises ConfigError about `subject` for a config.json whose quantised weights cannot be read.
+
+    What is served is told from the tensors' names and dtypes; this is about what those do not show.
+    """
+    found = fields.get("quantization_config")
+    if not found:
+        return
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    problem = None
+    if method == "fp8":
+        if found.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK]:
+            problem = f"weight_block_size: expected [128, 128], got {found.get('weight_block_size')!r}"
+    elif method in ("modelopt", "modelopt_fp4"):
+        if found.get("quant_algo") not in MODELOPT_FORMATS:
+            problem = f"quant_algo: expected {' or '.join(MODELOPT_FORMATS)}, got {found.get('quant_algo')!r}"
+    else:
+        problem = f"quant_method: {method!r} weights are not supported (supported: fp8, modelopt)"
+    if problem is not None:
+        raise ConfigError(subject, [f"quantization_config.{problem}"])
 
 
 def _describe(error: ValidationError) -> list[str]:

@@ -1,12 +1,13 @@
 """The HTTP application: routes, and every error in OpenAI's shape."""
 
 import json
+import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -17,21 +18,23 @@ from tokenspeed_engine.async_llm import AsyncLLM
 from tokenspeed_engine.chat_template import ChatTemplateError
 from tokenspeed_engine.control import RequestRefusedError
 from tokenspeed_engine.engine_thread import EngineClosedError, EngineStepError
+from tokenspeed_engine.server.answer import AnswerParser
 from tokenspeed_engine.server.errors import ApiError, as_api_error, invalid
-from tokenspeed_engine.server.formats import ChatFormat, CompletionFormat
+from tokenspeed_engine.server.formats import ChatFormat, CompletionFormat, Format
+from tokenspeed_engine.server.load import Load
 from tokenspeed_engine.server.metrics import Metrics
-from tokenspeed_engine.server.prompts import chat_requests, completion_requests
+from tokenspeed_engine.server.options import ServerOptions
+from tokenspeed_engine.server.prompts import EngineRequest, chat_requests, completion_requests
+from tokenspeed_engine.server.reasoning import ReasoningParser
 from tokenspeed_engine.server.respond import GenerationResponse
 from tokenspeed_engine.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-def create_app(engine: AsyncLLM, model: str, max_body_bytes: int = 32 * 1024**2) -> FastAPI:
-    """An application that serves `engine` under the name `model` and closes it when it shuts down.
-
-    A body of more than `max_body_bytes` is answered with 413.
-    """
+def create_app(engine: AsyncLLM, model: str, options: ServerOptions | None = None) -> FastAPI:
+    """An application that serves `engine` under the name `model` and closes it when it shuts down."""
+    options = options or ServerOptions()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -40,13 +43,7 @@ def create_app(engine: AsyncLLM, model: str, max_body_bytes: int = 32 * 1024**2)
 
     app = FastAPI(title="tokenspeed-engine", lifespan=lifespan, openapi_url=None)
     metrics = Metrics(engine)
-    created = int(time.time())
     _answer_errors(app, metrics)
-
-    async def read(request: Request, kind: type[Body]) -> Body:
-        body = _parse(await _read_bytes(request, max_body_bytes), kind)
-        _check_model(body.model, model)
-        return body
 
     @app.get("/health")
     async def health() -> Response:
@@ -57,36 +54,73 @@ def create_app(engine: AsyncLLM, model: str, max_body_bytes: int = 32 * 1024**2)
     async def show_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    app.include_router(_api(engine, model, options, metrics))
+    return app
+
+
+def _api(engine: AsyncLLM, model: str, options: ServerOptions, metrics: Metrics) -> APIRouter:
+    """OpenAI's routes."""
+    api = APIRouter(prefix="/v1", dependencies=[Depends(_key_check(options.api_key))])
+    created = int(time.time())
+    load = Load(options.max_requests)
+
+    async def read(request: Request, kind: type[Body]) -> Body:
+        body = _parse(await _read_bytes(request, options.max_body_bytes), kind)
+        _check_model(body.model, model)
+        return body
+
+    def respond(
+        body: GenerationRequest, requests: Sequence[EngineRequest], format: Format, started: float
+    ) -> GenerationResponse:
+        timeout = options.timeout if body.timeout is None else body.timeout
+        return GenerationResponse(
+            engine, metrics, requests, body.n, format, body.stream, started, load=load, timeout=timeout
+        )
+
     def describe() -> dict[str, Any]:
         sizes = {"max_model_len": engine.max_context}
         return {"id": model, "object": "model", "created": created, "owned_by": "tokenspeed"} | sizes
 
-    @app.get("/v1/models")
+    @api.get("/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [describe()]})
 
-    @app.get("/v1/models/{name:path}")
+    @api.get("/models/{name:path}")
     async def one_model(name: str) -> Response:
         _check_model(name, model)
         return JSONResponse(describe())
 
-    @app.post("/v1/completions")
+    @api.post("/completions")
     async def completions(request: Request) -> Response:
         body = await read(request, CompletionRequest)
         started = time.perf_counter()
         format = CompletionFormat(model, engine.tokenizer, body.logprobs is not None, _include_usage(body))
-        requests = await completion_requests(engine, body)
-        return GenerationResponse(engine, metrics, requests, body.n, format, body.stream, started)
+        return respond(body, await completion_requests(engine, body), format, started)
 
-    @app.post("/v1/chat/completions")
+    @api.post("/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await read(request, ChatRequest)
         started = time.perf_counter()
-        format = ChatFormat(model, engine.tokenizer, body.logprobs, _include_usage(body))
-        requests = await chat_requests(engine, body)
-        return GenerationResponse(engine, metrics, requests, body.n, format, body.stream, started)
+        requests, inside_reasoning = await chat_requests(engine, body)
+        tools = [tool.model_dump() for tool in body.offered_tools] if options.tool_calls else []
+        parsers = [
+            AnswerParser(ReasoningParser(inside_reasoning) if options.reasoning else None, tools or None)
+            for _ in requests
+        ]
+        format = ChatFormat(model, engine.tokenizer, body.logprobs, _include_usage(body), parsers)
+        return respond(body, requests, format, started)
 
-    return app
+    return api
+
+
+def _key_check(key: str | None) -> Callable[[Request], None]:
+    def check(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
+            message = "Incorrect API key provided." if given else "You didn't provide an API key."
+            raise ApiError(401, message, code="invalid_api_key")
+
+    return check
 
 
 def _answer_errors(app: FastAPI, metrics: Metrics) -> None:

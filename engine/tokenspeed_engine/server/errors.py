@@ -27,8 +27,10 @@ _FIELDS_OF_PARAMS = {"max_new_tokens": "max_tokens"}
 class ApiError(Exception):
     """What a request is answered with instead of a completion.
 
-    `status`: HTTP status; `param`: the field at fault; `code`: OpenAI's name of the error.
+    `status`: HTTP status; `param`: the field at fault; `code`: OpenAI's name of the error; `headers`: of the answer.
     """
+
+    headers: Mapping[str, str] | None = None
 
     def __init__(
         self,
@@ -77,6 +79,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), param="messages", code="invalid_value")
         case EngineClosedError():
             return server_error(503, f"The server cannot answer: {error}.")
+        case TimeoutError():
+            return ApiError(504, "The request was given up at its timeout.", type="server_error", code="timeout")
         case EngineStepError():
             return server_error(500, f"The engine failed: {error}.")
         case _:

@@ -3,10 +3,11 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenspeed_engine.control import RequestOutput, TokenLogprobs
+from tokenspeed_engine.server.answer import AnswerParser, message
 from tokenspeed_engine.server.logprobs import chat_logprobs, completion_logprobs
 from tokenspeed_engine.tokenizer import Tokenizer
 
@@ -17,6 +18,8 @@ class Format(ABC):
     prefix: str
     whole_object: str
     chunk_object: str
+    _empty: Mapping[str, Any]
+    """What a choice of a chunk says that has no text."""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, logprobs: bool, include_usage: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
@@ -26,14 +29,14 @@ class Format(ABC):
         self._logprobs = logprobs
         self._include_usage = include_usage
 
-    def whole(self, outputs: Sequence[Sequence[RequestOutput]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Sequence[RequestOutput]], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request that does not stream; all outputs of each choice."""
         choices = []
         for index, parts in enumerate(outputs):
-            text = "".join(part.text for part in parts)
             entries = [entry for part in parts for entry in part.logprobs]
-            finish = {"finish_reason": parts[-1].finish_reason}
-            choices.append({"index": index} | self._content(text) | self._details(index, entries) | finish)
+            content = self._content(index, "".join(part.text for part in parts))
+            finish = {"finish_reason": self._finish(index, parts[-1].finish_reason)}
+            choices.append({"index": index} | content | self._details(index, entries) | finish)
         return self._object(self.whole_object, choices) | {"usage": usage}
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
@@ -42,18 +45,20 @@ class Format(ABC):
 
     def chunk(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         """The chunk of one output; None where it has nothing to say yet."""
-        if not output.text and not (self._logprobs and output.logprobs) and output.finish_reason is None:
+        content = self._delta(index, output.text, last=output.finish_reason is not None)
+        if content is None and not (self._logprobs and output.logprobs) and output.finish_reason is None:
             return None
-        return self._chunk(index, self._delta(output.text), output.logprobs, output.finish_reason)
+        finish = self._finish(index, output.finish_reason)
+        return self._chunk(index, content or self._empty, output.logprobs, finish)
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any] | None:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any] | None:
         """The last chunk, where usage is asked for."""
         return self._object(self.chunk_object, []) | {"usage": usage} if self._include_usage else None
 
     def _chunk(
-        self, index: int, content: dict[str, Any], entries: Sequence[TokenLogprobs], finish_reason: str | None
+        self, index: int, content: Mapping[str, Any], entries: Sequence[TokenLogprobs], finish_reason: str | None
     ) -> dict[str, Any]:
-        choice = {"index": index} | content | self._details(index, entries) | {"finish_reason": finish_reason}
+        choice = {"index": index} | dict(content) | self._details(index, entries) | {"finish_reason": finish_reason}
         usage = {"usage": None} if self._include_usage else {}
         return self._object(self.chunk_object, [choice]) | usage
 
@@ -69,13 +74,17 @@ class Format(ABC):
     def _details(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {"logprobs": self._describe(index, entries) if self._logprobs else None}
 
+    def _finish(self, index: int, reason: str | None) -> str | None:
+        """The finish reason as the client is told."""
+        return reason
+
     @abstractmethod
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, index: int, text: str) -> dict[str, Any]:
         """What a choice of a whole answer says."""
 
     @abstractmethod
-    def _delta(self, text: str) -> dict[str, Any]:
-        """What a choice of a chunk says."""
+    def _delta(self, index: int, text: str, last: bool) -> dict[str, Any] | None:
+        """What a choice of a chunk says, or None where nothing is new; `last`: no text follows."""
 
     @abstractmethod
     def _describe(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -84,15 +93,17 @@ class Format(ABC):
 
 class CompletionFormat(Format):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    _empty = {"text": ""}  # noqa: RUF012  the base class promises that nobody changes it
 
     def __init__(self, model: str, tokenizer: Tokenizer | None, logprobs: bool, include_usage: bool) -> None:
         super().__init__(model, tokenizer, logprobs, include_usage)
         self._offsets: dict[int, int] = {}
 
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, index: int, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    _delta = _content
+    def _delta(self, index: int, text: str, last: bool) -> dict[str, Any] | None:
+        return {"text": text} if text else None
 
     def _describe(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         answer, self._offsets[index] = completion_logprobs(entries, self._tokenizer, self._offsets.get(index, 0))
@@ -100,17 +111,35 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
+    """`parsers`: one a choice."""
+
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _empty = {"delta": {}}  # noqa: RUF012  the base class promises that nobody changes it
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer | None,
+        logprobs: bool,
+        include_usage: bool,
+        parsers: Sequence[AnswerParser],
+    ) -> None:
+        super().__init__(model, tokenizer, logprobs, include_usage)
+        self._parsers = parsers
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         start = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(index, start, (), None) for index in range(num_choices)]
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, index: int, text: str) -> dict[str, Any]:
+        return {"message": message([self._parsers[index].push(text, last=True)])}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _delta(self, index: int, text: str, last: bool) -> dict[str, Any] | None:
+        delta = self._parsers[index].push(text, last)
+        return {"delta": delta} if delta else None
+
+    def _finish(self, index: int, reason: str | None) -> str | None:
+        return self._parsers[index].finish_reason(reason)
 
     def _describe(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return chat_logprobs(entries, self._tokenizer)

@@ -1,15 +1,27 @@
 """What /metrics shows: counters and times of requests, and what the engine holds."""
 
 import time
+from collections.abc import Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from tokenspeed_engine.async_llm import AsyncLLM
 from tokenspeed_engine.control import RequestOutput
 
 _FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TOTALS = {
+    "steps": "Steps of the engine.",
+    "draft_steps": "Rows that verified drafts; each yields one token more than the drafts it accepts.",
+    "drafts_proposed": "Drafts that were verified.",
+    "drafts_accepted": "Drafts that the model agreed with.",
+    "preemptions": "Requests that gave their pages back to be resumed later.",
+    "snapshots_saved": "States kept for reuse.",
+    "snapshots_offloaded": "Kept states that moved to host memory.",
+}
 
 
 class Metrics:
@@ -23,7 +35,7 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        for outcome in ("stop", "length", "abort", "error"):
+        for outcome in ("stop", "length", "abort", "error", "timeout"):
             self._requests.labels(outcome)
         self.refused = Counter(
             "tokenspeed_refused_requests", "HTTP requests answered with an error.", ["status"], registry=registry
@@ -42,6 +54,7 @@ class Metrics:
             buckets=_INTER_TOKEN_SECONDS,
             registry=registry,
         )
+        registry.register(_EngineTotals(engine))
         for name, documentation in {
             "num_running": "Requests that hold pages and a slot.",
             "num_waiting": "Requests that wait for them.",
@@ -65,6 +78,26 @@ class Metrics:
 
 def _read(engine: AsyncLLM, name: str) -> float:
     return float(getattr(engine.stats, name))
+
+
+class _EngineTotals(Collector):
+    """The engine's own running totals, read when they are asked for."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._engine.stats.counters
+        for name, documentation in _TOTALS.items():
+            yield CounterMetricFamily(f"tokenspeed_{name}", documentation, value=getattr(counters, name))
+        cached = CounterMetricFamily(
+            "tokenspeed_cached_tokens",
+            "Prompt tokens that the prefix cache had, by where the state was that they go on from.",
+            labels=["state"],
+        )
+        cached.add_metric(["device"], counters.cached_tokens_device)
+        cached.add_metric(["host"], counters.cached_tokens_host)
+        yield cached
 
 
 class Tracker:

@@ -1,9 +1,12 @@
 """From a request's body to what the engine takes: token ids and sampling parameters, one pair a choice."""
 
+from typing import Any
+
 from tokenspeed_engine.async_llm import AsyncLLM
 from tokenspeed_engine.control import SamplingParams
 from tokenspeed_engine.server.errors import ApiError, context_exceeded
-from tokenspeed_engine.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from tokenspeed_engine.server.reasoning import opens_reasoning
+from tokenspeed_engine.server.schema import ChatRequest, CompletionRequest, GenerationRequest, Message
 
 EngineRequest = tuple[list[int], SamplingParams]
 DEFAULT_COMPLETION_TOKENS = 16
@@ -22,18 +25,21 @@ async def completion_requests(engine: AsyncLLM, body: CompletionRequest) -> list
     return requests
 
 
-async def chat_requests(engine: AsyncLLM, body: ChatRequest) -> list[EngineRequest]:
-    """The n choices of /v1/chat/completions."""
+async def chat_requests(engine: AsyncLLM, body: ChatRequest) -> tuple[list[EngineRequest], bool]:
+    """The n choices of /v1/chat/completions, and whether their answers start inside of reasoning."""
     if taken := _TEMPLATE_ARGUMENTS & body.chat_template_kwargs.keys():
         names = ", ".join(sorted(taken))
         message = f"Invalid 'chat_template_kwargs': {names} cannot be set."
         raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
-    messages = [{"role": _role(message.role), "content": message.content} for message in body.messages]
-    ids = await engine.encode_chat(messages, **body.chat_template_kwargs)
+    messages = [_as_template_takes(message) for message in body.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
+    text = engine.render_chat(messages, tools, **body.chat_template_kwargs)
+    ids = await engine.encode_rendered(text)
     _check_length(engine, ids, "messages")
     room = max(1, engine.max_request_tokens - len(ids))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _choices(body, ids, body.max_completion_tokens or body.max_tokens or room, logprobs)
+    requests = _choices(body, ids, body.max_completion_tokens or body.max_tokens or room, logprobs)
+    return requests, opens_reasoning(text)
 
 
 def _choices(body: GenerationRequest, ids: list[int], max_tokens: int, logprobs: int | None) -> list[EngineRequest]:
@@ -66,6 +72,17 @@ def _check_length(engine: AsyncLLM, ids: list[int], param: str) -> None:
         raise context_exceeded(engine.max_request_tokens, len(ids), param)
 
 
-def _role(role: str) -> str:
-    """Templates know the developer by the older name."""
-    return "system" if role == "developer" else role
+def _as_template_takes(message: Message) -> dict[str, Any]:
+    """Templates know the developer by the older name, and want the arguments of calls as objects."""
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found["content"] = message.content
+    if message.reasoning_content:
+        found["reasoning_content"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return found

@@ -12,6 +12,7 @@ from tokenspeed_engine.async_llm import AsyncLLM, RequestGroup
 from tokenspeed_engine.control import RequestOutput
 from tokenspeed_engine.server.errors import as_api_error, server_error
 from tokenspeed_engine.server.formats import Format
+from tokenspeed_engine.server.load import Load
 from tokenspeed_engine.server.metrics import Metrics, Tracker
 from tokenspeed_engine.server.prompts import EngineRequest
 
@@ -28,6 +29,8 @@ class GenerationResponse(Response):
         format: of the endpoint; made for this response.
         stream: server-sent events rather than one JSON object.
         started: time.perf_counter() when the whole body had arrived.
+        load: counts the requests, and refuses what is too much.
+        timeout: seconds from `started` until they are given up.
     """
 
     def __init__(
@@ -39,33 +42,40 @@ class GenerationResponse(Response):
         format: Format,
         stream: bool,
         started: float,
+        load: Load,
+        timeout: float | None,
     ) -> None:
         super().__init__()
         self._engine = engine
         self._metrics = metrics
         self._requests = requests
+        self._num_per_prompt = num_per_prompt
         self._num_prompt_tokens = sum(len(ids) for ids, _ in requests[::num_per_prompt])
         self._format = format
         self._stream = stream
         self._started = started
+        self._load = load
+        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _while_connected(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._engine.submit(self._requests) as group:
-            tracker = self._metrics.track(len(self._requests), self._num_prompt_tokens, self._started)
-            try:
-                if self._stream:
-                    await self._send_events(group, tracker, send)
-                else:
-                    answer = await self._collect(group, tracker)
-                    await JSONResponse(answer)(scope, receive, send)
-            except Exception:
-                tracker.end("error")
-                raise
-            finally:
-                tracker.end("abort")
+        with self._load.holding(len(self._requests)):
+            async with self._engine.submit(self._requests) as group:
+                tracker = self._metrics.track(len(self._requests), self._num_prompt_tokens, self._started)
+                try:
+                    if self._stream:
+                        await self._send_events(group, tracker, send)
+                    else:
+                        async with asyncio.timeout_at(self._deadline):
+                            answer = await self._collect(group, tracker)
+                        await JSONResponse(answer)(scope, receive, send)
+                except Exception as error:
+                    tracker.end(_outcome(error))
+                    raise
+                finally:
+                    tracker.end("abort")
 
     async def _collect(self, group: RequestGroup, tracker: Tracker) -> dict[str, Any]:
         outputs: list[list[RequestOutput]] = [[] for _ in self._requests]
@@ -78,9 +88,10 @@ class GenerationResponse(Response):
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            await self._send_chunks(group, tracker, send)
+            async with asyncio.timeout_at(self._deadline):
+                await self._send_chunks(group, tracker, send)
         except Exception as error:
-            tracker.end("error")
+            tracker.end(_outcome(error))
             await _send_event(send, as_api_error(error).body())
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
@@ -92,17 +103,23 @@ class GenerationResponse(Response):
             last[index] = output
             if (following := self._format.chunk(index, output)) is not None:
                 await _send_event(send, following)
-        if (usage := self._format.usage_chunk(self._usage(list(last.values())))) is not None:
+        if (usage := self._format.usage_chunk(self._usage([last[index] for index in sorted(last)]))) is not None:
             await _send_event(send, usage)
 
-    def _usage(self, last: Sequence[RequestOutput]) -> dict[str, int]:
+    def _usage(self, last: Sequence[RequestOutput]) -> dict[str, Any]:
         """Counted as OpenAI does: a prompt once, whatever n."""
         generated = sum(output.usage.completion_tokens for output in last)
+        cached = sum(output.usage.cached_tokens for output in last[:: self._num_per_prompt])
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._num_prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def _outcome(error: Exception) -> str:
+    return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
 async def _checked(group: RequestGroup, tracker: Tracker) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -4,6 +4,7 @@ A field that OpenAI's API has and this server does not is accepted where it asks
 out means), so that clients which send all their defaults work; any other value is refused by name.
 """
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -55,7 +56,10 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """What both endpoints take. `top_k`, `stop_token_ids` and `ignore_eos` are this server's own."""
+    """What both endpoints take. `top_k`, `stop_token_ids`, `ignore_eos` and `timeout` are this server's own.
+
+    `timeout`: seconds from the request's arrival after which it is given up.
+    """
 
     model: str
     stream: Annotated[bool, _or(False)] = False
@@ -69,6 +73,7 @@ class GenerationRequest(Strict):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], _or([])] = []
     ignore_eos: Annotated[bool, _or(False)] = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
     frequency_penalty: Annotated[float | None, _neutral(0.0)] = None
     presence_penalty: Annotated[float | None, _neutral(0.0)] = None
     logit_bias: Annotated[Any, _neutral({})] = None
@@ -129,17 +134,67 @@ def _as_text(value: Any) -> Any:
     return "".join(texts)
 
 
-class Message(Strict):
-    """One message. Tool calls, and the messages that answer them, are not supported."""
+def _as_arguments(value: Any) -> Any:
+    """Arguments of a call as clients send them back, a string of JSON; it must hold an object."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise PydanticCustomError("union", "expected a string that holds a JSON object")
+    return found
 
-    role: Literal["system", "developer", "user", "assistant"]
+
+class CalledFunction(Strict):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_as_arguments)]
+
+
+class ToolCall(Strict):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Ignored = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return self.function.arguments
+
+
+class Message(Strict):
+    """One message; `reasoning_content` of an earlier answer may be sent back with it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_as_text)]
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], _or([])] = []
+    tool_call_id: str | None = None
     refusal: Ignored = None
-    tool_calls: Annotated[Any, _neutral([])] = None
     function_call: NotSupported = None
     audio: NotSupported = None
     annotations: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_content(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("role") == "assistant" and fields.get("tool_calls"):
+            return fields | {"content": fields.get("content") or ""}
+        return fields
+
+
+class Function(Strict):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Any, _neutral(False)] = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
 
 
 class ChatRequest(GenerationRequest):
@@ -150,8 +205,8 @@ class ChatRequest(GenerationRequest):
     logprobs: Annotated[bool, _or(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], _or({})] = {}
-    tools: Annotated[Any, _neutral([])] = None
-    tool_choice: Annotated[Any, _neutral("none", "auto")] = None
+    tools: Annotated[list[Tool], _or([])] = []
+    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Annotated[Any, _neutral(True, False)] = None
     functions: Annotated[Any, _neutral([])] = None
     function_call: Annotated[Any, _neutral("none", "auto")] = None
@@ -169,6 +224,11 @@ class ChatRequest(GenerationRequest):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tokenspeed_engine.checkpoint.errors import CheckpointError
 from tokenspeed_engine.checkpoint.load import Weights, load_weights
 from tokenspeed_engine.checkpoint.plan import (
+    FP8_DTYPES,
     Constant,
     Layout,
     Parameter,
@@ -25,8 +26,10 @@ WHOLE = Layout("whole", (Target("w", (4, 2), (Piece("w", (4, 2)),)),))
 HALVES = Layout("halves", (Target("w", (4, 2), concatenated([("w.0", (2, 2)), ("w.1", (2, 2))])),))
 SCALED = Layout(
     "scaled",
-    (Target("w", (4, 2), (Piece("w", (4, 2)),)), Target("w.scale", (1,), (Piece("w.scale", (1,)),))),
-    dtypes=frozenset({"F64"}),
+    (
+        Target("w", (4, 2), (Piece("w", (4, 2)),), "float8_e4m3fn", FP8_DTYPES),
+        Target("w.scale", (1,), (Piece("w.scale", ()),), "float32"),
+    ),
 )
 PLAN = WeightPlan(
     parameters=(
@@ -70,9 +73,11 @@ def test_either_layout_gives_the_same_tensor(tmp_path: Path) -> None:
 
 
 def test_layouts_of_the_same_names_are_told_apart_by_dtype(tmp_path: Path) -> None:
-    weights = load(tmp_path, {"w": VALUES.double(), "w.scale": torch.ones(1).double(), "log": LOG})
+    quantised = VALUES.to(torch.float8_e4m3fn)
+    weights = load(tmp_path, {"w": quantised, "w.scale": torch.full((1,), 0.5).bfloat16(), "log": LOG})
     assert weights.layouts["w"] == "scaled"
-    assert set(weights.tensors) == {"w", "w.scale", "log"}
+    assert torch.equal(weights["w"].float(), quantised.float())
+    assert weights["w.scale"].tolist() == [0.5]
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -109,8 +114,7 @@ def test_wrong_shape(tmp_path: Path) -> None:
 
 
 def test_wrong_dtype(tmp_path: Path) -> None:
-    quantised = VALUES.to(torch.float8_e4m3fn)
-    assert problems_of(tmp_path, GOOD | {"w": quantised}) == ("w: dtype F8_E4M3, expected BF16 or F16 or F32",)
+    assert problems_of(tmp_path, GOOD | {"w": VALUES.double()}) == ("w: dtype F64, expected BF16 or F16 or F32",)
 
 
 def test_all_problems_come_at_once_and_twenty_are_listed(tmp_path: Path) -> None:

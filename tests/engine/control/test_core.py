@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.control.fake import EOS, VOCAB, FakeExecutor, FakeTokenizer, expected_tokens
+from tests.engine.control.fake import EOS, VOCAB, FakeExecutor, FakeTokenizer, Synchronous, expected_tokens
 from tokenspeed_engine.control import (
     Accepted,
     ControlConfig,
@@ -102,7 +102,7 @@ def test_without_a_tokenizer_ids_are_served_and_stop_ids_work() -> None:
     assert {output.text for output in outputs} == {""}
 
 
-class Scripted:
+class Scripted(Synchronous):
     """Yields given ids, whatever the plan."""
 
     def __init__(self, *blocks: tuple[int, ...]) -> None:
@@ -136,7 +136,8 @@ def test_a_stop_inside_an_accepted_block_ends_and_frees(monkeypatch: pytest.Monk
     assert ids_of(outputs) == [1, 2, 1]
     assert [(output.text, output.finish_reason) for output in outputs] == [("a", None), ("", "stop")]
     assert outputs[-1].usage.completion_tokens == 3
-    assert [(end.reason, end.tokens.span(0, 99)) for end in finished] == [("stop", (5, 1, 2, 1))]
+    # The block was committed whole before its text was made.
+    assert [(end.reason, end.tokens.span(0, 99)) for end in finished] == [("stop", (5, 1, 2, 1, 2))]
     assert is_free(core)
 
 
@@ -251,7 +252,7 @@ def test_a_failed_row_ends_only_its_own_request(steps: int) -> None:
     assert is_free(core)
 
 
-class Answering:
+class Answering(Synchronous):
     """Gives each row of a step the next of the given results."""
 
     def __init__(self, *results: Accepted) -> None:

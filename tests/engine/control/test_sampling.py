@@ -1,6 +1,7 @@
 """Each sampling parameter is checked by name."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,10 +62,22 @@ def test_extremes_are_taken() -> None:
         ("max_step_tokens", 3),
         ("max_context", 0),
         ("context_tokens", -1),
+        ("num_drafts", -1),
+        ("state_interval", -1),
+        ("num_snapshots", -1),
+        ("num_host_snapshots", -1),
     ],
 )
 def test_bad_configuration_names_its_field(field: str, value: int) -> None:
-    good = {"page_size": 4, "num_pages": 4, "num_slots": 4, "max_batch": 4, "max_step_tokens": 4, "max_context": 8}
-    assert ControlConfig(**good).context_tokens == 0
+    good = ControlConfig(page_size=4, num_pages=4, num_slots=4, max_batch=4, max_step_tokens=4, max_context=8)
+    changes: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"^{field}: expected at least "):
-        ControlConfig(**{**good, field: value})
+        replace(good, **changes)
+
+
+def test_a_prefix_cache_needs_room_for_snapshots_where_there_is_a_state() -> None:
+    good = ControlConfig(page_size=4, num_pages=4, num_slots=4, max_batch=4, max_step_tokens=4, max_context=8)
+    assert replace(good, num_snapshots=3).pool_slots == 7
+    assert replace(good, prefix_cache=True, has_state=False).pool_slots == 4
+    with pytest.raises(ValueError, match=r"^num_snapshots: expected at least 1 for the prefix cache"):
+        replace(good, prefix_cache=True)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,18 +30,21 @@ class Engine:
 
     def step(self) -> StepPlan:
         done = len(self.executor.plans)
+        self._take_step()
+        (plan,) = self.executor.plans[done:]
+        return plan
+
+    def _take_step(self) -> None:
         for output in self.core.step():
             self.tokens[output.request_id] += output.token_ids
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
-        (plan,) = self.executor.plans[done:]
-        return plan
 
     def finish(self, most_steps: int) -> None:
         for _ in range(most_steps):
             if not self.core.has_work:
                 break
-            self.step()
+            self._take_step()
         assert not self.core.has_work
         assert self.core.scheduler.pages.num_free == self.config.num_pages
         assert self.core.scheduler.slots.num_free == self.config.num_slots
@@ -205,11 +210,23 @@ def test_a_short_request_does_not_overtake_one_that_waits_for_pages() -> None:
     assert order == ["first", "large", "small"]
 
 
+def test_one_that_waits_for_pages_is_looked_up_again_only_when_that_can_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(replace(ROOMY, num_pages=4, max_step_tokens=32))
+    engine.add("first", [1] * 7)
+    engine.add("large", [2] * 10, replace(GREEDY, max_new_tokens=1))
+    cache = engine.core.scheduler.cache
+    spy = Mock(wraps=cache.find)
+    monkeypatch.setattr(cache, "find", spy)
+    engine.finish(most_steps=8)
+    # Once each when they are let in, and once when the pages were too few.
+    assert spy.call_count == 3
+
+
 @pytest.mark.parametrize(
     ("limit", "most"),
     [({"max_batch": 2}, 2), ({"num_slots": 3}, 3), ({"num_pages": 1}, 1), ({}, 5)],
 )
-def test_what_bounds_the_batch(limit: dict[str, int], most: int) -> None:
+def test_what_bounds_the_batch(limit: dict[str, Any], most: int) -> None:
     engine = Engine(replace(ROOMY, **limit))
     for i in range(5):
         engine.add(f"r{i}", [i], replace(GREEDY, max_new_tokens=4))
@@ -234,6 +251,18 @@ def test_drafts_save_steps_and_change_no_token() -> None:
     assert engine.tokens["a"] == expected_tokens(prompt, params, 0, 40)
     assert len(sizes) < 30
     assert max(sizes) == 4
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_about_as_long_as_the_drafts(num_drafts: int, overlap: bool) -> None:
+    for length in range(1, num_drafts + 4):
+        for first in range(8):
+            engine = Engine(replace(ROOMY, overlap=overlap), num_drafts)
+            prompt = [first, *range(1, length)]
+            engine.add("a", prompt)
+            engine.finish(most_steps=12)
+            assert engine.tokens["a"] == expected_tokens(prompt, GREEDY, 0, 6)
 
 
 def test_drafts_do_not_reach_beyond_the_length() -> None:

@@ -1,4 +1,8 @@
-"""Random arrivals, lengths, stops, aborts and failures over tiny pools: every answer equals the sequential one."""
+"""Random arrivals, continuations, lengths, stops, aborts and failures over tiny pools.
+
+Whatever is on (prefix cache with or without state, host snapshots, drafts, overlap), whoever is preempted or evicted,
+every answer equals the sequential one.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -9,9 +13,16 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.engine.control.fake import EOS, VOCAB, FakeExecutor, FakeTokenizer, describe, expected_answer
+from tests.engine.control.owners import check_owners
 from tokenspeed_engine.control import ControlConfig, EngineCore, RequestOutput, RequestRefusedError, SamplingParams
 
-PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10)
+TOKENS = st.integers(0, VOCAB - 1)
+# Few beginnings, so that requests share them.
+PROMPTS = st.builds(
+    lambda common, rest: [5, 6, 7, 8, 9, 10, 11, 12][:common] + rest,
+    st.integers(0, 8),
+    st.lists(TOKENS, min_size=1, max_size=4),
+)
 STOPS = st.lists(st.sampled_from(["a", "ab", "bab", "abab", "😀", "é", " ca", "\ufffda"]), max_size=2, unique=True)
 
 
@@ -19,13 +30,19 @@ STOPS = st.lists(st.sampled_from(["a", "ab", "bab", "abab", "😀", "é", " ca",
 def configs(draw: st.DrawFn) -> ControlConfig:
     max_batch = draw(st.sampled_from([4, 3, 2, 1]))
     return ControlConfig(
-        page_size=draw(st.integers(1, 3)),
-        num_pages=draw(st.integers(6, 14)),
+        page_size=draw(st.integers(1, 4)),
+        num_pages=draw(st.integers(6, 16)),
         num_slots=draw(st.sampled_from([4, 3, 2, 1])),
         max_batch=max_batch,
         max_step_tokens=max_batch + draw(st.sampled_from([8, 4, 2, 1, 0])),
-        max_context=draw(st.integers(8, 24)),
+        max_context=draw(st.integers(8, 32)),
         context_tokens=draw(st.integers(0, 3)),
+        prefix_cache=draw(st.sampled_from([True, True, True, False])),
+        state_interval=draw(st.sampled_from([0, 1, 2, 3, 6])),
+        num_snapshots=draw(st.integers(1, 4)),
+        num_host_snapshots=draw(st.integers(0, 3)),
+        has_state=draw(st.sampled_from([True, True, False])),
+        overlap=draw(st.booleans()),
     )
 
 
@@ -43,10 +60,10 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 
 class Serving(RuleBasedStateMachine):
-    @initialize(config=configs(), num_drafts=st.integers(0, 3))
-    def start(self, config: ControlConfig, num_drafts: int) -> None:
+    @initialize(config=configs(), num_drafts=st.integers(0, 3), deferred=st.booleans())
+    def start(self, config: ControlConfig, num_drafts: int, deferred: bool) -> None:
         self.config = config
-        self.executor = FakeExecutor(config, num_drafts)
+        self.executor = FakeExecutor(config, num_drafts, deferred=deferred)
         self.core = EngineCore(config, self.executor, vocab_size=VOCAB, eos_token_ids={EOS}, tokenizer=FakeTokenizer())
         self.asked: dict[str, tuple[Sequence[int], SamplingParams]] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -54,15 +71,15 @@ class Serving(RuleBasedStateMachine):
 
     @rule(burst=st.lists(st.tuples(PROMPTS, sampling_params()), min_size=1, max_size=4))
     def add(self, burst: list[tuple[list[int], SamplingParams]]) -> None:
-        config = self.config
         for prompt, params in burst:
-            name = f"r{len(self.asked)}"
-            most_run = max(len(prompt), min(len(prompt) + params.max_new_tokens, config.max_context) - 1)
-            servable = len(prompt) <= config.max_context and most_run <= config.num_pages * config.page_size
-            with nullcontext() if servable else pytest.raises(RequestRefusedError):
-                self.core.add(name, prompt, params)
-                self.asked[name] = prompt, params
-                self.outputs[name] = []
+            self.ask(prompt, params)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), more=st.lists(TOKENS, min_size=1, max_size=4), params=sampling_params())
+    def take_the_next_turn(self, data: st.DataObject, more: list[int], params: SamplingParams) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        answer = [token for output in self.outputs[name] for token in output.token_ids]
+        self.ask([*self.asked[name][0], *answer, *more], params)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -87,18 +104,19 @@ class Serving(RuleBasedStateMachine):
             self.executor.broken.add(name)
             self.ended_early.add(name)
 
+    @rule()
+    def drop_what_is_cached(self) -> None:
+        if not self.core._in_flight and not self.core.scheduler.num_running:
+            self.core.scheduler.cache.clear()
+
+    @rule()
+    def drain(self) -> None:
+        self.core.drain()
+
     @invariant()
-    def running_are_the_oldest_and_own_the_pools(self) -> None:
-        if not hasattr(self, "core"):
-            return
-        scheduler = self.core.scheduler
-        running = list(scheduler._running.values())
-        order = [state.request.arrival for state in (*running, *scheduler._waiting.values())]
-        assert order == sorted(order)
-        held = [page for state in running for page in state.pages.pages]
-        assert sorted([*held, *scheduler.pages._free]) == list(range(self.config.num_pages))
-        slots = [state.slot.slot for state in running]
-        assert sorted([*slots, *scheduler.slots._free]) == list(range(self.config.num_slots))
+    def everything_has_its_owners(self) -> None:
+        if hasattr(self, "core"):
+            check_owners(self.core.scheduler)
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -110,10 +128,26 @@ class Serving(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.core.has_work
-        assert self.core.scheduler.pages.num_free == self.config.num_pages
-        assert self.core.scheduler.slots.num_free == self.config.num_slots
+        scheduler = self.core.scheduler
+        assert (scheduler.pages.num_free, scheduler.slots.num_free) == (self.config.num_pages, self.config.pool_slots)
+        check_owners(scheduler)
+        scheduler.cache.clear()
+        assert (scheduler.pages.num_unused, scheduler.slots.num_unused) == (
+            self.config.num_pages,
+            self.config.pool_slots,
+        )
         for name, (prompt, params) in self.asked.items():
             self.compare(name, prompt, params)
+
+    def ask(self, prompt: list[int], params: SamplingParams) -> None:
+        config = self.config
+        name = f"r{len(self.asked)}"
+        most_run = max(len(prompt), min(len(prompt) + params.max_new_tokens, config.max_context) - 1)
+        servable = len(prompt) <= config.max_context and most_run <= config.num_pages * config.page_size
+        with nullcontext() if servable else pytest.raises(RequestRefusedError):
+            self.core.add(name, prompt, params)
+            self.asked[name] = prompt, params
+            self.outputs[name] = []
 
     def compare(self, name: str, prompt: Sequence[int], params: SamplingParams) -> None:
         outputs = self.outputs[name]
@@ -124,10 +158,12 @@ class Serving(RuleBasedStateMachine):
         last = outputs[-1]
         assert last.usage.prompt_tokens == len(prompt)
         assert last.usage.completion_tokens == len(ids)
+        assert 0 <= last.usage.cached_tokens < len(prompt)
         assert logprobs == ([] if params.logprobs is None else [describe(token, params) for token in ids])
         answer = expected_answer(prompt, params, params.seed or 0, self.config.max_context)
         if last.finish_reason in ("abort", "error"):
             assert name in self.ended_early
+            assert last.error in (None, "logits are not finite")
             assert ids == answer.token_ids[: len(ids)]
             assert text == FakeTokenizer().decode(ids)
         else:

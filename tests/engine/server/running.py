@@ -13,8 +13,9 @@ from typing import Any
 import uvicorn
 
 from tokenspeed_engine.async_llm import AsyncLLM
-from tokenspeed_engine.control import Executor, StepPlan, StepResult
+from tokenspeed_engine.control import Executor, PendingStep, StepPlan
 from tokenspeed_engine.server.app import create_app
+from tokenspeed_engine.server.options import ServerOptions
 
 MODEL = "small"
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
@@ -30,7 +31,7 @@ class Gate:
         self.plans: list[StepPlan] = []
         self.failure: Exception | None = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> PendingStep:
         self.plans.append(plan)
         with self._changed:
             self._waiting = True
@@ -39,7 +40,7 @@ class Gate:
             self._waiting = self._may_pass = False
         if self.failure is not None:
             raise self.failure
-        return self._executor.execute(plan)
+        return self._executor.submit(plan)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -67,14 +68,14 @@ class Gate:
 class RunningServer:
     """A served model: its address, its engine and the engine's gate."""
 
-    def __init__(self, engine: AsyncLLM, max_body_bytes: int, drain_seconds: int = 5) -> None:
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, drain_seconds: int = 5) -> None:
         self.engine = engine
         self.gate = Gate(engine._llm.core._executor)
         engine._llm.core._executor = self.gate
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        app = create_app(engine, MODEL, max_body_bytes)
+        app = create_app(engine, MODEL, options)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=drain_seconds))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
@@ -92,6 +93,12 @@ class RunningServer:
         """Status and JSON of an answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         status, text = _answer(urllib.request.Request(self.url + path, data=data))
+        return status, json.loads(text)
+
+    def post_with_key(self, path: str, body: dict[str, Any], key: str) -> tuple[int, Any]:
+        """As `post`, with a bearer token."""
+        headers = {"authorization": f"Bearer {key}"}
+        status, text = _answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers))
         return status, json.loads(text)
 
     def events(self, path: str, body: dict[str, Any]) -> list[str]:

@@ -56,9 +56,9 @@ def test_leaving_cancelling_and_refusing_free_everything() -> None:
             with pytest.raises(RequestRefusedError, match="context"):
                 await _join(llm.stream([5] * 300, long))
             with pytest.raises(RequestRefusedError, match="surrogates"):
-                await llm.encode_chat([{"role": "user", "content": "\ud800"}])
+                llm.render_chat([{"role": "user", "content": "\ud800"}])
             with pytest.raises(ChatTemplateError):
-                await llm.encode_chat([{"role": "user"}])
+                llm.render_chat([{"role": "user"}])
             assert _is_free(llm)
 
     asyncio.run(run())

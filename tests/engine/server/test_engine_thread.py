@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -45,9 +46,9 @@ class Inbox:
 
 
 class Engine:
-    def __init__(self) -> None:
-        self.gate = Gate(FakeExecutor(CONFIG))
-        self.core = EngineCore(CONFIG, self.gate, vocab_size=VOCAB, tokenizer=FakeTokenizer())
+    def __init__(self, config: ControlConfig) -> None:
+        self.gate = Gate(FakeExecutor(config))
+        self.core = EngineCore(config, self.gate, vocab_size=VOCAB, tokenizer=FakeTokenizer())
         self.thread = EngineThread(self.core)
 
     def is_free(self) -> bool:
@@ -65,9 +66,9 @@ class Engine:
         wait_until(self.is_free)
 
 
-@pytest.fixture
-def engine() -> "Engine":
-    return Engine()
+@pytest.fixture(params=[False, True], ids=["alternating", "overlapping"])
+def engine(request: pytest.FixtureRequest) -> "Engine":
+    return Engine(replace(CONFIG, overlap=request.param))
 
 
 def new(name: str, count: int, prompt: Sequence[int] = PROMPT) -> NewRequest:

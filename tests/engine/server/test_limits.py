@@ -12,6 +12,7 @@ import pytest
 from tests.engine.server.running import MODEL, RunningServer, wait_until
 from tokenspeed_engine.async_llm import AsyncLLM
 from tokenspeed_engine.llm import EMBEDDED_MODEL, EngineOptions
+from tokenspeed_engine.server.options import ServerOptions
 
 ROOM = 4 * 16 + 1
 """Tokens of a request in 4 pages of 16: the last one needs no place."""
@@ -21,7 +22,9 @@ ROOM = 4 * 16 + 1
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder: Path = tmp_path_factory.mktemp("model") / "bare"
     shutil.copytree(EMBEDDED_MODEL, folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    running = RunningServer(AsyncLLM(folder, EngineOptions(max_batch=2, num_pages=4)), max_body_bytes=10_000)
+    running = RunningServer(
+        AsyncLLM(folder, EngineOptions(max_batch=2, num_pages=4)), ServerOptions(max_body_bytes=10_000)
+    )
     yield running
     running.close()
 
@@ -57,7 +60,7 @@ def test_the_pool_limits_a_request_as_the_context_does(bare: RunningServer) -> N
 
 def test_a_server_that_stops_cuts_what_does_not_finish_in_time_and_frees_it() -> None:
     engine = AsyncLLM(None, EngineOptions(max_batch=2))
-    running = RunningServer(engine, max_body_bytes=10_000, drain_seconds=1)
+    running = RunningServer(engine, ServerOptions(max_body_bytes=10_000), drain_seconds=1)
     body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{running.url}/v1/completions", data=data)

@@ -45,7 +45,7 @@ class LatentAttention:
 
     def __call__(self, u: Tensor, step: Step, caches: Caches) -> Tensor:
         """u: [T, hidden]. Returns [T, hidden]; the rows of the new tokens go to the layer's pages."""
-        batch, cache, decodes = step.batch, caches.latents[self.layer], step.decodes
+        batch, cache, decodes = step.batch, caches.latents[self.layer], step.decode_tokens
         q, latent, k_rope = linear(u, self.in_proj).split_with_sizes(self.in_widths, dim=-1)
         if self.q_up is not None:
             norm, up = self.q_up
@@ -64,17 +64,22 @@ class LatentAttention:
         return linear(torch.cat(attended).flatten(1), self.o_proj)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, step: Step, cache: Tensor) -> Tensor:
-        """Values [D, heads, v_dim] of the decode rows."""
-        batch, decodes = step.batch, step.decodes
+        """Values [tokens, heads, v_dim] of the decode rows."""
+        q = mla_absorb_query(q_nope, q_rope, self.w_k)
+        if step.alignment is not None:
+            q = q.index_select(0, step.alignment.there)
         latents, _ = mla_decode(
-            mla_absorb_query(q_nope, q_rope, self.w_k).unsqueeze(1),
+            q.view(step.decodes, step.q_len, *q.shape[1:]),
             cache,
-            batch.page_table[:decodes],
-            batch.seq_lens[:decodes],
+            step.decode_page_table,
+            step.decode_seq_lens,
             latent=self.latent,
             scale=self.scale,
         )
-        return mla_value_up(latents.squeeze(1), self.w_v)
+        latents = latents.flatten(0, 1)
+        if step.alignment is not None:
+            latents = latents.index_select(0, step.alignment.back)
+        return mla_value_up(latents, self.w_v)
 
     def _expanded(self, q: Tensor, latent: Tensor, k_rope: Tensor, step: Step, cache: Tensor) -> Tensor:
         """Values [tokens, heads, v_dim] of the prefill rows, over the step's own tokens and then over earlier ones."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tokenspeed_engine.models.deepseek_v3.checks import find_problems
-from tokenspeed_engine.models.validation import FieldProblems, refuse_quantisation, validated
+from tokenspeed_engine.models.validation import FieldProblems, check_quantisation, validated
 
 Size = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -122,7 +122,7 @@ class DeepseekV3Config(BaseModel):
 
 def parse_config(raw: Mapping[str, Any], subject: str = "config.json") -> DeepseekV3Config:
     """The configuration in a config.json. Raises ConfigError about `subject`, each problem naming its field."""
-    refuse_quantisation(raw, subject)
+    check_quantisation(raw, subject)
     fields = dict(raw)
     fields["dtype"] = raw.get("dtype") or raw.get("torch_dtype")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_engine.checkpoint.plan import WeightPlan
 from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from tokenspeed_engine.models.deepseek_v3.weights import weight_plan
-from tokenspeed_engine.models.families import CacheBytes
+from tokenspeed_engine.models.families import CacheBytes, CacheSizes
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeepseekV3Description:
-    """See `ModelDescription`. The model looks at no tokens but through its caches."""
+    """See `ModelDescription`. The model looks at no tokens but through its caches, and its draft head is not served."""
 
     config: DeepseekV3Config
     family: str = "deepseek_v3"
     context_tokens: int = 0
     context_fill: int = 0
 
-    def weight_plan(self, names: Collection[str]) -> WeightPlan:
+    has_state: bool = False
+    has_draft_head: bool = False
+    path_lengths: tuple[int, ...] = ()
+    table_names: tuple[str, ...] = ()
+
+    def weight_plan(self, names: Collection[str], draft_head: bool = False) -> WeightPlan:
         return weight_plan(self.config)
 
     def build(self, weights: "Weights") -> "DeepseekV3Model":
@@ -37,17 +42,15 @@ class DeepseekV3Description:
 
         return DeepseekV3Model(self.config, weights)
 
-    def cache_bytes(self, page_size: int, dtype: "torch.dtype") -> CacheBytes:
+    def cache_bytes(self, sizes: CacheSizes, dtype: "torch.dtype") -> CacheBytes:
         from tokenspeed_engine.models.deepseek_v3.caches import cache_bytes
 
-        return cache_bytes(self.config, page_size, dtype)
+        return cache_bytes(self.config, sizes, dtype)
 
-    def allocate_caches(
-        self, num_pages: int, page_size: int, num_slots: int, dtype: "torch.dtype", device: "torch.device"
-    ) -> "Caches":
+    def allocate_caches(self, sizes: CacheSizes, dtype: "torch.dtype", device: "torch.device") -> "Caches":
         from tokenspeed_engine.models.deepseek_v3.caches import allocate_caches
 
-        return allocate_caches(self.config, num_pages, page_size, dtype, device)
+        return allocate_caches(self.config, sizes, dtype, device)
 
 
 def describe(raw: Mapping[str, Any], subject: str) -> DeepseekV3Description:

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
-from tokenspeed_engine.execution.batch import Batch
+from tokenspeed_engine.execution.batch import Batch, Settling
 from tokenspeed_engine.models.deepseek_v3.caches import Caches
 from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
 from tokenspeed_engine.models.deepseek_v3.layers import Layer, Norm
 from tokenspeed_engine.models.deepseek_v3.rotary import Rotary
 from tokenspeed_engine.models.deepseek_v3.step import make_step
+from tokenspeed_engine.models.families import DraftHead, Forward
 from tokenspeed_kernels.linear import embedding, linear
 
 PREFIX_ROWS = 4096
@@ -18,6 +19,8 @@ PREFIX_ROWS = 4096
 
 class DeepseekV3Model:
     """Weights in the shapes in which the ops take them. `prefix_rows` bounds what a long prefix takes in memory."""
+
+    draft_head: DraftHead | None = None
 
     def __init__(self, config: DeepseekV3Config, weights: Weights, prefix_rows: int = PREFIX_ROWS) -> None:
         self.config = config
@@ -28,7 +31,7 @@ class DeepseekV3Model:
         self.norm = Norm(weights["norm"], config.rms_norm_eps)
         self.lm_head = self.embed_tokens if config.tie_word_embeddings else weights["lm_head"]
 
-    def forward(self, batch: Batch, caches: Caches) -> Tensor:
+    def forward(self, batch: Batch, caches: Caches) -> Forward:
         """Logits Float32 [R, vocab] after the batch's R sampled tokens; `caches` advance in place."""
         step = make_step(batch, self.prefix_rows)
         residual = embedding(batch.ids, self.embed_tokens)
@@ -37,6 +40,9 @@ class DeepseekV3Model:
             output = layer(residual, output, step, caches)
         assert output is not None  # there is at least one layer
         if batch.sampled.shape[0] == 0:
-            return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=batch.ids.device)
+            return Forward(self.lm_head.new_empty(0, self.config.vocab_size, dtype=torch.float32), None)
         hidden = self.norm(residual.index_select(0, batch.sampled), output.index_select(0, batch.sampled))
-        return linear(hidden, self.lm_head, dtype=torch.float32)
+        return Forward(linear(hidden, self.lm_head, dtype=torch.float32), None)
+
+    def settle(self, settling: Settling, caches: Caches) -> None:
+        """Nothing is kept by slot."""

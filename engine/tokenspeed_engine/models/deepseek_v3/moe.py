@@ -5,20 +5,22 @@ from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
+from tokenspeed_engine.models.experts import Experts
+from tokenspeed_engine.models.linear import loaded
 from tokenspeed_kernels.linear import linear
-from tokenspeed_kernels.moe import moe_experts, moe_route_grouped, silu_mul
+from tokenspeed_kernels.moe import moe_route_grouped, silu_mul
 
 
 class Mlp:
     """down(silu(gate u) · up u)."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
-        self.gate_up = weights[f"{prefix}gate_up_proj"]
-        self.down = weights[f"{prefix}down_proj"]
+        self.gate_up = loaded(weights, f"{prefix}gate_up_proj")
+        self.down = loaded(weights, f"{prefix}down_proj")
 
     def __call__(self, u: Tensor) -> Tensor:
         """[T, hidden] of [T, hidden]."""
-        return linear(silu_mul(linear(u, self.gate_up)), self.down)
+        return self.down(silu_mul(self.gate_up(u)))
 
 
 class MixtureOfExperts:
@@ -29,8 +31,7 @@ class MixtureOfExperts:
         self.renormalise, self.scaling = config.norm_topk_prob, config.routed_scaling_factor
         self.router = weights[f"{prefix}gate"]
         self.bias = weights[f"{prefix}gate.e_score_correction_bias"]
-        self.gate_up = weights[f"{prefix}experts.gate_up_proj"]
-        self.down = weights[f"{prefix}experts.down_proj"]
+        self.experts = Experts(weights, f"{prefix}experts.")
         self.shared = Mlp(weights, f"{prefix}shared_experts.")
 
     def __call__(self, u: Tensor) -> Tensor:
@@ -44,4 +45,4 @@ class MixtureOfExperts:
             renormalise=self.renormalise,
             scaling=self.scaling,
         )
-        return moe_experts(u, self.gate_up, self.down, scores, experts) + self.shared(u)
+        return self.experts(u, scores, experts) + self.shared(u)

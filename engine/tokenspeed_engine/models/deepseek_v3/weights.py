@@ -13,9 +13,9 @@ from tokenspeed_engine.checkpoint.plan import (
     TargetDtype,
     Unserved,
     WeightPlan,
-    concatenated,
 )
 from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
+from tokenspeed_engine.models.layouts import expert_matrices, projection
 
 ROOT = "model."
 
@@ -58,15 +58,15 @@ def _attention(config: DeepseekV3Config, prefix: str) -> Iterator[Parameter]:
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     q_rows = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     if config.q_lora_rank is None:
-        yield _single(f"{prefix}q_proj", (q_rows, hidden))
+        yield _linear(f"{prefix}q_proj", (q_rows, hidden))
     else:
-        yield _single(f"{prefix}q_a_proj", (config.q_lora_rank, hidden))
+        yield _linear(f"{prefix}q_a_proj", (config.q_lora_rank, hidden))
         yield _single(f"{prefix}q_a_layernorm", (config.q_lora_rank,))
-        yield _single(f"{prefix}q_b_proj", (q_rows, config.q_lora_rank))
-    yield _single(f"{prefix}kv_a_proj_with_mqa", (config.cache_width, hidden))
+        yield _linear(f"{prefix}q_b_proj", (q_rows, config.q_lora_rank))
+    yield _linear(f"{prefix}kv_a_proj_with_mqa", (config.cache_width, hidden))
     yield _single(f"{prefix}kv_a_layernorm", (latent,))
-    yield _single(f"{prefix}kv_b_proj", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent))
-    yield _single(f"{prefix}o_proj", (hidden, heads * config.v_head_dim))
+    yield _linear(f"{prefix}kv_b_proj", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent))
+    yield _linear(f"{prefix}o_proj", (hidden, heads * config.v_head_dim))
 
 
 def _moe(config: DeepseekV3Config, prefix: str) -> Iterator[Parameter]:
@@ -74,25 +74,21 @@ def _moe(config: DeepseekV3Config, prefix: str) -> Iterator[Parameter]:
     # Routing is float32 whatever the model's dtype: rounded logits or biases would choose other experts.
     yield _single(f"{prefix}gate", (experts, hidden), dtype="float32")
     yield _single(f"{prefix}gate.e_score_correction_bias", (experts,), suffix="", dtype="float32")
-    yield _experts(f"{prefix}experts.gate_up_proj", (experts, 2 * width, hidden), prefix, ("gate", "up"))
-    yield _experts(f"{prefix}experts.down_proj", (experts, hidden, width), prefix, ("down",))
+    stem = f"{ROOT}{prefix}experts."
+    yield expert_matrices(f"{prefix}experts.gate_up_proj", stem, experts, ("gate", "up"), width, hidden)
+    yield expert_matrices(f"{prefix}experts.down_proj", stem, experts, ("down",), hidden, width)
     yield from _mlp(config, f"{prefix}shared_experts.", config.n_shared_experts * width)
 
 
 def _mlp(config: DeepseekV3Config, prefix: str, width: int) -> Iterator[Parameter]:
     hidden = config.hidden_size
-    halves = [(f"{ROOT}{prefix}{half}_proj.weight", (width, hidden)) for half in ("gate", "up")]
-    target = Target(f"{prefix}gate_up_proj", (2 * width, hidden), concatenated(halves))
-    yield Parameter(target.name, (Layout("gate and up", (target,)),))
-    yield _single(f"{prefix}down_proj", (hidden, width))
+    yield _linear(f"{prefix}gate_up_proj", (width, hidden), f"{prefix}gate_proj", f"{prefix}up_proj")
+    yield _linear(f"{prefix}down_proj", (hidden, width))
 
 
-def _experts(name: str, shape: tuple[int, int, int], prefix: str, parts: tuple[str, ...]) -> Parameter:
-    """All experts of a layer in one tensor, on disk each by itself."""
-    experts, rows, columns = shape
-    names = [f"{ROOT}{prefix}experts.{expert}.{part}_proj.weight" for expert in range(experts) for part in parts]
-    each = concatenated((part_name, (rows // len(parts), columns)) for part_name in names)
-    return Parameter(name, (Layout("per expert", (Target(name, shape, each),)),))
+def _linear(name: str, shape: tuple[int, int], *parts: str) -> Parameter:
+    """A projection, or several of one shape stacked: in the model's dtype or in block-scaled FP8."""
+    return projection(name, [f"{ROOT}{part}" for part in parts or (name,)], *shape)
 
 
 def _single(

@@ -18,10 +18,9 @@ from tokenspeed_kernels.sparse import sparse_attention
 
 
 class Attention:
-    """The mixer of a full-attention layer."""
+    """The mixer of a full-attention layer: the one whose caches have number `layer`, its weights named `prefix`…."""
 
-    def __init__(self, config: Qwen4ExpConfig, weights: Weights, layer: int) -> None:
-        prefix = f"layers.{layer}.self_attn."
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, layer: int, prefix: str) -> None:
         self.layer = layer
         self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.scale = config.head_dim**-0.5
@@ -57,14 +56,15 @@ class Attention:
         return linear(sigmoid_mul(attended.flatten(1), gate), self.o_proj)
 
     def _attend(self, q: Tensor, blocks: Tensor | None, batch: Batch, cache: AttentionCache) -> Tensor:
+        sequences = batch.sequences
         if blocks is None or self.indexer is None:
             attended, _ = paged_attention(
                 q,
                 cache.k,
                 cache.v,
-                batch.page_table,
-                batch.cu_seqlens,
-                batch.seq_lens,
+                sequences.page_table,
+                sequences.cu_seqlens,
+                sequences.seq_lens,
                 scale=self.scale,
                 max_q_len=batch.max_q_len,
             )
@@ -73,10 +73,10 @@ class Attention:
                 q,
                 cache.k,
                 cache.v,
-                batch.page_table,
+                sequences.page_table,
                 blocks,
-                batch.cu_seqlens,
-                batch.seq_lens,
+                sequences.cu_seqlens,
+                sequences.seq_lens,
                 ratio=self.indexer.ratio,
                 scale=self.scale,
             )

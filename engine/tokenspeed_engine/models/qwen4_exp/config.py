@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tokenspeed_engine.checkpoint.errors import ConfigError
 from tokenspeed_engine.models.qwen4_exp.checks import find_problems
-from tokenspeed_engine.models.validation import FieldProblems, refuse_quantisation, validated
+from tokenspeed_engine.models.validation import FieldProblems, check_quantisation, validated
 
 LayerKind = Literal["linear_attention", "full_attention"]
 
@@ -89,6 +89,9 @@ class Qwen4ExpConfig(BaseModel):
     split_ngram_parts: Size = 512
     seed: int = 1234
 
+    mtp_num_hidden_layers: int = 0
+    """Layers of the draft head; only one can be served."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = find_problems(self)
@@ -128,6 +131,13 @@ class Qwen4ExpConfig(BaseModel):
         return self.indexer_n_heads is not None
 
     @property
+    def dense_limit(self) -> int:
+        """Tokens up to which the indexer's blocks and the tail are the whole sequence; 0 without an indexer."""
+        if self.indexer_budget is None or self.indexer_compress_ratio is None:
+            return 0
+        return self.indexer_budget + self.indexer_compress_ratio - 1
+
+    @property
     def linear_key_dim(self) -> int:
         return self.linear_num_key_heads * self.linear_key_head_dim
 
@@ -158,7 +168,7 @@ def parse_config(raw: Mapping[str, Any], subject: str = "config.json") -> Qwen4E
         raise ConfigError(subject, ["text_config: missing, or not an object"])
     inherited = {key: raw[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in raw}
     text = inherited | dict(text)
-    refuse_quantisation(dict(text) | dict(raw), subject)
+    check_quantisation(dict(text) | dict(raw), subject)
     try:
         fields = _normalise(text)
     except FieldProblems as error:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tokenspeed_engine.execution.batch import Settling
 from tokenspeed_engine.models.qwen4_exp.step import Step
 from tokenspeed_kernels.conv import causal_conv_prefill, causal_conv_update
 
@@ -17,16 +18,17 @@ class ShortConvolution:
     def __call__(self, x: Tensor, history: Tensor, step: Step) -> Tensor:
         """x: [T, channels], maybe strided; history: the layer's pool, advanced in place. Returns [T, channels]."""
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        n = step.decodes
+        n = step.decode_tokens
         if n:
             causal_conv_update(
-                x[:n, None],
+                step.by_row(x),
                 self.weight,
                 history,
                 step.decode_slots,
+                dropped=step.decode_dropped,
                 dilation=self.dilation,
                 activation="silu",
-                out=y[:n, None],
+                out=step.by_row(y),
             )
         if step.has_prefills:
             causal_conv_prefill(
@@ -41,3 +43,18 @@ class ShortConvolution:
                 out=y[n:],
             )
         return y
+
+    def settle(self, history: Tensor, settling: Settling) -> None:
+        """Drops what does not count of the histories, in place."""
+        slots = settling.slots
+        causal_conv_prefill(
+            history.new_empty(0, history.shape[2]),
+            self.weight,
+            history,
+            slots,
+            slots.new_zeros(slots.shape[0] + 1),
+            torch.zeros(slots.shape[0], dtype=torch.bool, device=slots.device),
+            dropped=settling.dropped,
+            dilation=self.dilation,
+            activation="silu",
+        )

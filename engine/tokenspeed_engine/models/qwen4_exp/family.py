@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_engine.checkpoint.plan import WeightPlan
-from tokenspeed_engine.models.families import CacheBytes
+from tokenspeed_engine.models.families import CacheBytes, CacheSizes
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig, parse_config
 from tokenspeed_engine.models.qwen4_exp.weights import weight_plan
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tokenspeed_engine.checkpoint.load import Weights
     from tokenspeed_engine.models.qwen4_exp.caches import Caches
     from tokenspeed_engine.models.qwen4_exp.model import Qwen4ExpModel
+
+
+NGRAM_TABLE = "ple.ple_embedding.ngram_embedding"
 
 
 @dataclass(frozen=True)
@@ -36,25 +39,42 @@ class Qwen4ExpDescription:
     def context_fill(self) -> int:
         return self.config.hash_eos_token_id if self.config.ple_layer_ids else 0
 
-    def weight_plan(self, names: Collection[str]) -> WeightPlan:
-        return weight_plan(self.config, names)
+    @property
+    def has_state(self) -> bool:
+        """Convolutions and the delta rule, and raw keys of the indexer."""
+        return "linear_attention" in self.config.layer_types or self.config.has_indexer
+
+    @property
+    def has_draft_head(self) -> bool:
+        return self.config.mtp_num_hidden_layers == 1
+
+    @property
+    def path_lengths(self) -> tuple[int, ...]:
+        """Attention is dense up to the indexer's budget."""
+        return (self.config.dense_limit,) if self.config.has_indexer else ()
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """The n-gram tables."""
+        return tuple(f"layers.{layer_id - 1}.{NGRAM_TABLE}" for layer_id in self.config.ple_layer_ids)
+
+    def weight_plan(self, names: Collection[str], draft_head: bool = False) -> WeightPlan:
+        return weight_plan(self.config, names, draft_head)
 
     def build(self, weights: "Weights") -> "Qwen4ExpModel":
         from tokenspeed_engine.models.qwen4_exp.model import Qwen4ExpModel
 
         return Qwen4ExpModel(self.config, weights)
 
-    def cache_bytes(self, page_size: int, dtype: "torch.dtype") -> CacheBytes:
+    def cache_bytes(self, sizes: CacheSizes, dtype: "torch.dtype") -> CacheBytes:
         from tokenspeed_engine.models.qwen4_exp.caches import cache_bytes
 
-        return cache_bytes(self.config, page_size, dtype)
+        return cache_bytes(self.config, sizes, dtype)
 
-    def allocate_caches(
-        self, num_pages: int, page_size: int, num_slots: int, dtype: "torch.dtype", device: "torch.device"
-    ) -> "Caches":
+    def allocate_caches(self, sizes: CacheSizes, dtype: "torch.dtype", device: "torch.device") -> "Caches":
         from tokenspeed_engine.models.qwen4_exp.caches import allocate_caches
 
-        return allocate_caches(self.config, num_pages, page_size, num_slots, dtype, device)
+        return allocate_caches(self.config, sizes, dtype, device)
 
 
 def describe(raw: Mapping[str, Any], subject: str) -> Qwen4ExpDescription:

@@ -24,8 +24,7 @@ class Indexer:
         )
         self.heads, self.dim, budget, self.ratio = (size for size in sizes if size is not None)
         self.top_k = budget // self.ratio
-        self.dense_limit = budget + self.ratio - 1
-        """Tokens up to which the chosen blocks and the tail are the whole sequence."""
+        self.dense_limit = config.dense_limit
         self.eps = config.rms_norm_eps
         self.inv_freq = inv_freq
         self.q_norm = weights[f"{prefix}q_layernorm"].repeat(self.heads, 1)
@@ -37,15 +36,16 @@ class Indexer:
         projected: [T, (heads + 1) · dim], index queries and the raw index key, maybe strided. The keys are kept in any
         case: a later step, of a longer sequence, will want them.
         """
+        sequences = batch.sequences
         q, raw_k = projected.split_with_sizes([self.heads * self.dim, self.dim], dim=-1)
         index_cache_write(
             raw_k,
             cache.ring,
             cache.block_keys,
-            batch.page_table,
-            batch.slots,
-            batch.cu_seqlens,
-            batch.seq_lens,
+            sequences.page_table,
+            sequences.slots,
+            sequences.cu_seqlens,
+            sequences.seq_lens,
             self.k_norm,
             self.inv_freq,
             ratio=self.ratio,
@@ -57,9 +57,9 @@ class Indexer:
         return select_blocks(
             rope(q, batch.positions, self.inv_freq),
             cache.block_keys,
-            batch.page_table,
-            batch.cu_seqlens,
-            batch.seq_lens,
+            sequences.page_table,
+            sequences.cu_seqlens,
+            sequences.seq_lens,
             ratio=self.ratio,
             top_k=self.top_k,
             max_blocks=batch.max_seq_len // self.ratio,

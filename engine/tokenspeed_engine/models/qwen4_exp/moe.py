@@ -3,28 +3,28 @@
 from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
+from tokenspeed_engine.models.experts import Experts
+from tokenspeed_engine.models.linear import loaded
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_kernels.linear import linear
-from tokenspeed_kernels.moe import moe_experts, moe_route, sigmoid_mul, silu_mul
+from tokenspeed_kernels.moe import moe_route, sigmoid_mul, silu_mul
 
 
 class MixtureOfExperts:
-    """The second sublayer of every layer."""
+    """The second sublayer of every layer. `prefix`: of its weights, such as "layers.0.mlp."."""
 
-    def __init__(self, config: Qwen4ExpConfig, weights: Weights, layer: int) -> None:
-        prefix = f"layers.{layer}.mlp."
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, prefix: str) -> None:
         self.top_k = config.num_experts_per_tok
         self.renormalise = config.norm_topk_prob
         self.router = weights[f"{prefix}gate"]
-        self.gate_up = weights[f"{prefix}experts.gate_up_proj"]
-        self.down = weights[f"{prefix}experts.down_proj"]
+        self.experts = Experts(weights, f"{prefix}experts.")
         self.shared_gate = weights[f"{prefix}shared_expert_gate"]
-        self.shared_gate_up = weights[f"{prefix}shared_expert.gate_up_proj"]
-        self.shared_down = weights[f"{prefix}shared_expert.down_proj"]
+        self.shared_gate_up = loaded(weights, f"{prefix}shared_expert.gate_up_proj")
+        self.shared_down = loaded(weights, f"{prefix}shared_expert.down_proj")
 
     def __call__(self, u: Tensor) -> Tensor:
         """[T, hidden] of [T, hidden]."""
         probabilities, experts = moe_route(linear(u, self.router), top_k=self.top_k, renormalise=self.renormalise)
-        routed = moe_experts(u, self.gate_up, self.down, probabilities, experts)
-        shared = linear(silu_mul(linear(u, self.shared_gate_up)), self.shared_down)
+        routed = self.experts(u, probabilities, experts)
+        shared = self.shared_down(silu_mul(self.shared_gate_up(u)))
         return routed + sigmoid_mul(shared, linear(u, self.shared_gate))

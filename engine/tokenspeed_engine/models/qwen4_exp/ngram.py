@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
+from tokenspeed_engine.execution.batch import Batch, Settling
 from tokenspeed_engine.models.qwen4_exp.caches import Caches
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
@@ -22,10 +23,12 @@ class NgramBlock:
         self.layer = layer
         self.eps = config.rms_norm_eps
         self.eos = config.hash_eos_token_id
-        self.table = weights[f"{prefix}ple_embedding.ngram_embedding"]
+        self.width = config.ple_embed_dim
+        table = f"{prefix}ple_embedding.ngram_embedding"
+        self.table, self.scale = weights[table], weights.tensors.get(f"{table}.scale")
         constants = ngram_hash(config, index)
         self.multipliers, self.moduli, self.offsets = (
-            torch.tensor(values, dtype=torch.int64, device=self.table.device)
+            torch.tensor(values, dtype=torch.int64, device=weights["embed_tokens"].device)
             for values in (constants.multipliers, constants.moduli, constants.offsets)
         )
         self.key_proj = weights[f"{prefix}key_proj"]
@@ -36,10 +39,9 @@ class NgramBlock:
         self.norm_conv = weights[f"{prefix}norm_conv"].view(shape)
         self.conv = ShortConvolution(weights[f"{prefix}conv1d"], dilation=config.ngram_size)
 
-    def __call__(self, x: Tensor, step: Step, caches: Caches) -> None:
-        """Adds to the streams x [T, streams, hidden] in place; the layer's history advances."""
-        batch = step.batch
-        embedded = ngram_embed(
+    def look_up(self, batch: Batch, out: Tensor) -> None:
+        """Fills out [T, width] with the embeddings of the batch's n-grams."""
+        ngram_embed(
             batch.ids,
             batch.context,
             batch.cu_seqlens,
@@ -47,12 +49,22 @@ class NgramBlock:
             self.moduli,
             self.offsets,
             self.table,
-            None,
+            self.scale,
             eos=self.eos,
-            dtype=x.dtype,
+            dtype=out.dtype,
+            out=out,
         )
+
+    def __call__(self, x: Tensor, step: Step, caches: Caches) -> None:
+        """Adds to the streams x [T, streams, hidden] in place; the layer's history advances."""
+        assert step.lookups is not None  # a model with such blocks looks up first
+        embedded = step.lookups.take(self.layer)
         key = linear(embedded, self.key_proj).view(x.shape)
         value = linear(embedded, self.value_proj)
         gated, conv_input = ngram_gate(x, key, value, self.norm_key, self.norm_query, self.norm_conv, eps=self.eps)
         convolved = self.conv(conv_input.flatten(1), caches.ngram[self.layer], step)
         ngram_inject(x, gated, convolved.view(x.shape))
+
+    def settle(self, settling: Settling, caches: Caches) -> None:
+        """Leaves the history of each slot as after its accepted tokens."""
+        self.conv.settle(caches.ngram[self.layer], settling)

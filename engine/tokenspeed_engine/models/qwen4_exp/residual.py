@@ -39,6 +39,11 @@ class Streams:
         """`count` streams that all start as `embedded` [T, hidden]."""
         return cls(embedded[:, None].repeat(1, count, 1))
 
+    @property
+    def count(self) -> int:
+        """Tokens."""
+        return self._x.shape[0]
+
     def mix(self, mixer: Mixer) -> Tensor:
         """The next sublayer's input [T, hidden]."""
         if self._output is None or self._inject is None:

@@ -6,6 +6,7 @@ Engine names are the checkpoint's without prefix and `.weight`.
 from collections.abc import Collection, Iterator
 
 from tokenspeed_engine.checkpoint.plan import (
+    FP8_DTYPES,
     Constant,
     Layout,
     Parameter,
@@ -16,6 +17,7 @@ from tokenspeed_engine.checkpoint.plan import (
     WeightPlan,
     concatenated,
 )
+from tokenspeed_engine.models.layouts import expert_matrices
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.ngram_hash import ngram_hash
 
@@ -23,26 +25,32 @@ MULTIMODAL_ROOT = "model.language_model."  # the released checkpoint
 TEXT_ROOT = "model."  # as the text-only class of transformers saves
 
 
-def weight_plan(config: Qwen4ExpConfig, names: Collection[str]) -> WeightPlan:
-    """What a checkpoint of `config` must and may contain; `names`, those on disk, tell which prefix it uses."""
+def weight_plan(config: Qwen4ExpConfig, names: Collection[str], draft_head: bool = False) -> WeightPlan:
+    """What a checkpoint of `config` must and may contain; `names`, those on disk, tell which prefix it uses.
+
+    `draft_head`: whether the layer for multi-token prediction is served.
+    """
     root = MULTIMODAL_ROOT if any(name.startswith(MULTIMODAL_ROOT) for name in names) else TEXT_ROOT
     constants = [
         constant
         for index, layer_id in enumerate(config.ple_layer_ids)
         for constant in _hash_constants(config, root, layer_id - 1, index)
     ]
-    return WeightPlan(tuple(_parameters(config, root)), tuple(constants), _unserved(config, root))
+    parameters = [*_parameters(config, root), *(_draft_head(config) if draft_head else ())]
+    return WeightPlan(tuple(parameters), tuple(constants), _unserved(config, root, draft_head))
 
 
-def _unserved(config: Qwen4ExpConfig, root: str) -> tuple[Unserved, ...]:
+def _unserved(config: Qwen4ExpConfig, root: str, draft_head: bool) -> tuple[Unserved, ...]:
     mixer_inject = f"{root}hyper_connection_mixer.block_inject_weight.weight"
     groups = [
         Unserved("vision encoder", lambda name: name.startswith("model.visual.")),
-        Unserved("multi-token prediction", lambda name: name.startswith("mtp.")),
+        Unserved("scales of activations, which stay as they are", lambda name: name.endswith(".input_scale")),
         Unserved("n-gram hash statistics", lambda name: ".ple." in name and ".hashstats_" in name),
         Unserved("n-gram token lookup", lambda name: ".ple." in name and ".token_lookup" in name),
         Unserved("inject weight of the final mixer, which has no block", lambda name: name == mixer_inject),
     ]
+    if not draft_head:
+        groups.append(Unserved("multi-token prediction", lambda name: name.startswith("mtp.")))
     if config.tie_word_embeddings:
         groups.append(Unserved("output head, tied to the embedding", lambda name: name == "lm_head.weight"))
     return tuple(groups)
@@ -63,6 +71,20 @@ def _parameters(config: Qwen4ExpConfig, root: str) -> Iterator[Parameter]:
         index = config.ngram_index(layer)
         if index is not None:
             yield from _ngram_block(config, root, f"{prefix}ple.", index)
+
+
+def _draft_head(config: Qwen4ExpConfig) -> Iterator[Parameter]:
+    """One more layer of full attention, and how it takes in tokens and streams."""
+    hidden, width, prefix = config.hidden_size, config.stream_width, "mtp.layers.0."
+    yield _single("mtp.fc_embedding", (hidden, hidden), "")
+    yield _single("mtp.fc_hidden", (hidden, hidden), "")
+    yield _single("mtp.pre_fc_norm_embedding", (hidden,), "")
+    yield _single("mtp.pre_fc_norm_hidden", (width,), "")
+    yield from _residual(config, "", "mtp.hyper_connection_mixer.", inject=False)
+    yield from _residual(config, "", f"{prefix}attn_hyper_connection.")
+    yield from _residual(config, "", f"{prefix}mlp_hyper_connection.")
+    yield from _full_attention(config, "", prefix)
+    yield from _moe(config, "", f"{prefix}mlp.")
 
 
 def _single(
@@ -129,18 +151,9 @@ def _moe(config: Qwen4ExpConfig, root: str, prefix: str) -> Iterator[Parameter]:
     target = Target(f"{shared}gate_up_proj", (2 * shared_width, hidden), concatenated(gate_up))
     yield Parameter(target.name, (Layout("gate and up", (target,)),))
     yield _single(f"{shared}down_proj", (hidden, shared_width), root)
-    yield _experts(f"{prefix}experts.gate_up_proj", (experts, 2 * width, hidden), root, prefix, ("gate", "up"))
-    yield _experts(f"{prefix}experts.down_proj", (experts, hidden, width), root, prefix, ("down",))
-
-
-def _experts(name: str, shape: tuple[int, int, int], root: str, prefix: str, parts: tuple[str, ...]) -> Parameter:
-    """All experts of a layer in one tensor, on disk likewise ("fused") or each by itself ("per expert")."""
-    experts, rows, columns = shape
-    part_shape = (rows // len(parts), columns)
-    names = [f"{root}{prefix}experts.{expert}.{part}_proj.weight" for expert in range(experts) for part in parts]
-    each = [(part_name, part_shape) for part_name in names]
-    fused = Layout("fused", (Target(name, shape, (Piece(f"{root}{name}", shape),)),))
-    return Parameter(name, (fused, Layout("per expert", (Target(name, shape, concatenated(each)),))))
+    stem = f"{root}{prefix}experts."
+    yield expert_matrices(f"{prefix}experts.gate_up_proj", stem, experts, ("gate", "up"), width, hidden)
+    yield expert_matrices(f"{prefix}experts.down_proj", stem, experts, ("down",), hidden, width)
 
 
 def _ngram_block(config: Qwen4ExpConfig, root: str, prefix: str, index: int) -> Iterator[Parameter]:
@@ -154,14 +167,18 @@ def _ngram_block(config: Qwen4ExpConfig, root: str, prefix: str, index: int) -> 
 
 
 def _ngram_table(config: Qwen4ExpConfig, root: str, name: str, index: int) -> Parameter:
-    """The table, on disk cut by rows into shards of equal size, the last one maybe smaller."""
+    """The table, on disk cut by rows into shards of equal size, the last one maybe smaller; in FP8 with one scale."""
     rows, columns = ngram_hash(config, index).rows, config.ple_embed_dim // config.ngram_heads
     per_shard = -(-rows // config.split_ngram_parts)
-    shards = [
+    shards = concatenated(
         (f"{root}{name}.shard_{shard}.weight", (min(per_shard, rows - start), columns))
         for shard, start in enumerate(range(0, rows, per_shard))
-    ]
-    return Parameter(name, (Layout("row shards", (Target(name, (rows, columns), concatenated(shards)),)),))
+    )
+    scale = Target(f"{name}.scale", (1,), (Piece(f"{root}{name}.weight_scale", (1,)),), "float32")
+    fp8 = Target(name, (rows, columns), shards, "float8_e4m3fn", FP8_DTYPES)
+    return Parameter(
+        name, (Layout("row shards", (Target(name, (rows, columns), shards),)), Layout("fp8 row shards", (fp8, scale)))
+    )
 
 
 def _hash_constants(config: Qwen4ExpConfig, root: str, layer: int, index: int) -> Iterator[Constant]:

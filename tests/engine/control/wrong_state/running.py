@@ -2,7 +2,7 @@
 
 from tokenspeed_engine.control.lifecycle import Decoding, Prefilling, PrefillingElsewhere, Running, Waiting
 from tokenspeed_engine.control.pages import PageLease
-from tokenspeed_engine.control.scheduler import Scheduler
+from tokenspeed_engine.control.rows import decode_row, prefill_row
 from tokenspeed_engine.control.slots import StateLease
 
 
@@ -25,7 +25,7 @@ def elsewhere(state: PrefillingElsewhere) -> Running:
     return state  # type: ignore[return-value]
 
 
-def schedule(scheduler: Scheduler, prefilling: Prefilling, decoding: Decoding, waiting: Waiting) -> None:
-    scheduler._decode_row(prefilling, ())  # type: ignore[arg-type]
-    scheduler._prefill_row(decoding, 1)  # type: ignore[arg-type]
-    scheduler._row(waiting, (1,), sampled=True)  # type: ignore[arg-type]
+def schedule(prefilling: Prefilling, decoding: Decoding, waiting: Waiting) -> None:
+    decode_row(prefilling, (), 0)  # type: ignore[arg-type]
+    prefill_row(decoding, 1, 0)  # type: ignore[arg-type]
+    prefill_row(waiting, 1, 0)  # type: ignore[arg-type]
