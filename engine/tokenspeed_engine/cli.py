@@ -9,16 +9,19 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tokenspeed_engine.bench import commands as bench
+from tokenspeed_engine.checkpoint.dummy import Format
 from tokenspeed_engine.checkpoint.errors import CheckpointError
 from tokenspeed_engine.control import RequestRefusedError, SamplingParams
 from tokenspeed_engine.llm import LLM, EngineOptions
+from tokenspeed_engine.models.families import Verify
+from tokenspeed_engine.options import LoadFormat
 from tokenspeed_registry import Call, TokenspeedError, trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -109,6 +112,20 @@ def serve(
     max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineOptions.max_batch,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens one step runs.")] = EngineOptions.max_step_tokens,
     max_context: Annotated[int | None, typer.Option(help="Tokens of one request; else the model's limit.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page of the cache.")] = EngineOptions.page_size,
+    cache_gib: Annotated[float, typer.Option(help="Memory for pages and slots, GiB.")] = (
+        EngineOptions.cache_bytes / 1024**3
+    ),
+    num_drafts: Annotated[int, typer.Option(help="Tokens guessed ahead by the model's draft head.")] = 0,
+    verify: Annotated[str, typer.Option(help="How wrong guesses are taken back: replay or states.")] = "replay",
+    prefix_cache: Annotated[bool, typer.Option(help="Reuse what earlier requests computed.")] = True,
+    state_interval: Annotated[int, typer.Option(help="Tokens between snapshots of a prompt's state.")] = 1024,
+    num_snapshots: Annotated[int | None, typer.Option(help="Snapshots kept; else two a request.")] = None,
+    num_host_snapshots: Annotated[int, typer.Option(help="Further ones in host memory.")] = 0,
+    host_tables: Annotated[bool, typer.Option(help="Keep n-gram tables in host memory.")] = False,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    dummy_format: Annotated[str, typer.Option(help="Of dummy experts: model, fp8 or nvfp4.")] = "model",
+    quantise: Annotated[str | None, typer.Option(help="fp8: keep other projections in FP8.")] = None,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Time to finish requests after SIGTERM.")] = 30,
     api_key: Annotated[str | None, typer.Option(envvar="TOKENSPEED_API_KEY", help="Asked for by /v1.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Requests at once; those beyond get 503.")] = None,
@@ -124,7 +141,24 @@ def serve(
         if error.name not in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
             raise
         _refuse(f"serve needs {error.name}: pip install 'tokenspeed-kernels[server]'")
-    options = EngineOptions(dtype=dtype, max_batch=max_batch, max_step_tokens=max_step_tokens, max_context=max_context)
+    options = EngineOptions(
+        dtype=dtype,
+        page_size=page_size,
+        max_batch=max_batch,
+        max_step_tokens=max_step_tokens,
+        max_context=max_context,
+        cache_bytes=round(cache_gib * 1024**3),
+        num_drafts=num_drafts,
+        verify=cast(Verify, verify),
+        prefix_cache=prefix_cache,
+        state_interval=state_interval,
+        num_snapshots=num_snapshots,
+        num_host_snapshots=num_host_snapshots,
+        host_tables=host_tables,
+        load_format=cast(LoadFormat, load_format),
+        dummy_format=cast(Format, dummy_format),
+        quantise=cast(Literal["fp8"] | None, quantise),
+    )
     served = server.ServerOptions(
         api_key=api_key,
         max_requests=max_requests,

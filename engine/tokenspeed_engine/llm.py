@@ -138,6 +138,8 @@ class LLM:
             for request in live:
                 self.core.abort(request)
                 del self._inboxes[request]
+            if not self._inboxes:
+                self.core.drain()  # a step in flight may hold what was aborted
 
     def _receive(self, requests: Sequence[str]) -> list[RequestOutput]:
         """What came for these requests; runs a step if nothing has. Steps serve all streams that are open."""

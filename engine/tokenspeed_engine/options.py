@@ -14,6 +14,7 @@ DEFAULT_CACHE_BYTES = 2 * 1024**3
 """What pages and slots may take together where the caller says nothing."""
 
 MOST_DRAFTS = 4
+LoadFormat = Literal["auto", "dummy"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class EngineOptions:
         verify: how rejected guesses are taken back: "replay" keeps the inputs of accepted ones, "states" a recurrent
             state for each, which takes more memory.
         prefix_cache: keep what requests computed for those that begin alike.
-        state_interval: tokens between snapshots of the recurrent state in a prompt; 0 takes them only at its end.
+        state_interval: tokens between snapshots of the recurrent state in a prompt; 0 takes them where requests end only.
         num_snapshots: snapshots beside the slots of running requests.
         num_host_snapshots: further ones in host memory, which is not part of `cache_bytes`.
         host_tables: keep n-gram tables in host memory, and fetch what a step needs while its first layers run.
@@ -66,7 +67,7 @@ class EngineOptions:
     host_tables: bool = False
     overlap: bool | None = None
     buckets: bool | None = None
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
     dummy_format: Format = "model"
     quantise: Literal["fp8"] | None = None
     seed: int = 0

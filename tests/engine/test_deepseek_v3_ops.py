@@ -87,4 +87,4 @@ def test_computes_by_ops_alone() -> None:
     assert rest.pop("function sub") == 1  # offsets of the prefill rows alone
     assert rest.pop("method tensor") == 2  # where the part of the prefix starts in each row, and its offsets
     views = {"function getitem", "view", "flatten", "split_with_sizes", "unsqueeze", "squeeze", "expand"}
-    assert set(rest) <= views | {"method cat", "index_select"}
+    assert set(rest) <= views | {"method cat", "index_select", "to"}

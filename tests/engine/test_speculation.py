@@ -44,11 +44,16 @@ def oracles(answers: list[list[int]], right: float) -> Callable[[Driver, list[Gr
 def assert_as_transformers(variant: str, texts: list[Growing], answers: list[list[int]]) -> None:
     for text, answer in zip(texts, answers, strict=True):
         assert text.generated[:COUNT] == answer[:COUNT]
-        logits = hf_logits(tiny_checkpoint(variant), text.tokens[:-1]).log_softmax(-1)[text.prompt - 1 :]
-        wanted = torch.tensor([float(row[token]) for row, token in zip(logits, text.generated, strict=True)])
-        got = torch.tensor([entry.logprob for entry in text.logprobs])
-        assert [entry.token for entry in text.logprobs] == text.generated
-        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
+        assert_probabilities(variant, text)
+
+
+def assert_probabilities(variant: str, text: Growing) -> None:
+    """Those of all generated tokens are as of one uncached pass."""
+    logits = hf_logits(tiny_checkpoint(variant), text.tokens[:-1]).log_softmax(-1)[text.prompt - 1 :]
+    wanted = torch.tensor([float(row[token]) for row, token in zip(logits, text.generated, strict=True)])
+    got = torch.tensor([entry.logprob for entry in text.logprobs])
+    assert [entry.token for entry in text.logprobs] == text.generated
+    torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("buckets", [False, True])
@@ -106,6 +111,24 @@ def test_guesses_of_the_draft_head(num_drafts: int, page_size: int, buckets: boo
             compared += assert_guessed(text, num_drafts)
         driver.finish(text)
     assert compared > 20
+
+
+@pytest.mark.parametrize("draft_head", [False, True])
+@pytest.mark.parametrize("num_drafts", [3, 4])
+def test_raw_index_keys_of_an_open_block_survive_drafts(num_drafts: int, draft_head: bool) -> None:
+    """Over many rejections in a long text, where a wrong block key soon changes what is attended to."""
+    prompt = prompt_of(40, 1)
+    (plain,) = serve(Driver(tiny_checkpoint()), [prompt], 80, lambda *_: lambda text: ())
+    folder = draft_checkpoint() if draft_head else tiny_checkpoint()
+    driver = Driver(folder, num_drafts=num_drafts, draft_head=draft_head, seed=11)
+    text = driver.start(prompt, 90)
+    driver.step(prefills=[(text, 40)])
+    drafts = oracle(driver, {id(text): plain.generated}, 0.5, VOCAB)
+    while len(text.generated) < 80:
+        driver.step(decodes=[(text, drafts(text))])
+        if draft_head:
+            assert_guessed(text, num_drafts)
+    assert_probabilities("default", text)
 
 
 def assert_guessed(text: Growing, num_drafts: int) -> int:

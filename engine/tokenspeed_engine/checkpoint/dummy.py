@@ -1,5 +1,6 @@
 """Weights of random numbers in the formats of real checkpoints: any size of model, without a file."""
 
+import zlib
 from collections.abc import Collection
 from typing import Literal, get_args
 
@@ -30,17 +31,19 @@ def dummy_weights(
 
     A parameter comes in its first layout whose name begins with `format`, one without an NVFP4 layout in an FP8 one,
     and one without either in the model's dtype. Values have mean 0 and deviation 0.02. Raises ValueError for an unknown
-    format.
+    format, and for one that the plan refuses.
     """
     if format not in get_args(Format):
         raise ValueError(f"dummy_format: expected one of {', '.join(get_args(Format))}, got {format!r}")
     layouts = {parameter.name: _choose(parameter, format) for parameter in plan.parameters}
+    for name, layout in layouts.items():
+        if layout.refused is not None:
+            raise ValueError(f"{name}: {layout.refused}")
     tensors = allocate(layouts, device, dtype, host)
-    generators: dict[torch.device, torch.Generator] = {}
     for name, tensor in tensors.items():
-        if tensor.device not in generators:
-            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
-        _fill(name, tensor, generators[tensor.device])
+        # By name, since ranks that share a model hold different shapes of some, and the same of others.
+        generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode(), seed))
+        _fill(name, tensor, generator)
     return Weights(tensors, {name: layout.name for name, layout in layouts.items()})
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tokenspeed_engine.checkpoint.errors import CheckpointError
 from tokenspeed_engine.checkpoint.match import match
-from tokenspeed_engine.checkpoint.plan import Layout, Target, WeightPlan
+from tokenspeed_engine.checkpoint.plan import NOTHING, Layout, Target, WeightPlan
 from tokenspeed_engine.checkpoint.reader import Checkpoint
 from tokenspeed_engine.checkpoint.stream import Read, stream
 
@@ -71,6 +71,7 @@ def load_weights(
         for layout in found.layouts.values()
         for target in layout.targets
         for piece in target.pieces
+        if piece.part != NOTHING
     ]
     stream(reads, progress)
     return Weights(tensors, {parameter: layout.name for parameter, layout in found.layouts.items()})

@@ -39,6 +39,8 @@ def match(plan: WeightPlan, tensors: Mapping[str, TensorInfo], subject: str) -> 
     for parameter in plan.parameters:
         layout = _choose_layout(parameter, tensors)
         layouts[parameter.name] = layout
+        if layout.refused is not None:
+            problems.append(f"{parameter.name}: {layout.refused}")
         for piece, dtypes in layout.pieces:
             unclaimed.pop(piece.name, None)
             problems += _check(piece, tensors.get(piece.name), dtypes)

@@ -19,11 +19,15 @@ TargetDtype = Literal["model", "float32", "float8_e4m3fn", "uint8"]
 quantised elements (uint8: two four-bit codes)."""
 
 
+NOTHING = (range(0),)
+"""Part of a piece, of any shape, that another rank holds."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A checkpoint tensor `name` of `shape` that fills its target from element `offset` on (row-major).
 
-    `part`: what of it is taken, a range a dim; None takes all.
+    `part`: what of it is taken, a range a dim; None takes all, `NOTHING` checks that it is there as expected.
     """
 
     name: str
@@ -62,10 +66,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which checkpoints store a parameter."""
+    """One way in which checkpoints store a parameter; `refused` says why one that comes so cannot be served."""
 
     name: str
     targets: tuple[Target, ...]
+    refused: str | None = None
 
     @property
     def pieces(self) -> Iterator[tuple[Piece, frozenset[str]]]:
@@ -106,13 +111,19 @@ class WeightPlan:
     unserved: tuple[Unserved, ...]
 
 
-def concatenated(
-    pieces: Iterable[tuple[str, tuple[int, ...]]], part: tuple[range, ...] | None = None
-) -> tuple[Piece, ...]:
+Part = tuple[range, ...] | None
+
+
+def concatenated(pieces: Iterable[tuple[str, tuple[int, ...]]], part: Part = None) -> tuple[Piece, ...]:
     """Pieces from (name, shape) pairs that follow one another along the first dim of their target; of each, `part`."""
-    placed: list[Piece] = []
+    return placed((name, shape, part) for name, shape in pieces)
+
+
+def placed(pieces: Iterable[tuple[str, tuple[int, ...], Part]]) -> tuple[Piece, ...]:
+    """As `concatenated`, of (name, shape, part)."""
+    found: list[Piece] = []
     offset = 0
-    for name, shape in pieces:
-        placed.append(Piece(name, shape, offset, part))
-        offset += placed[-1].numel
-    return tuple(placed)
+    for name, shape, part in pieces:
+        found.append(Piece(name, shape, offset, part))
+        offset += found[-1].numel
+    return tuple(found)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_engine.control import Accepted, Failed, RowResult, StepPlan, StepResult, TokenLogprobs
+from tokenspeed_engine.execution.upload import int64, upload
 from tokenspeed_engine.execution.verify import Verified
 from tokenspeed_kernels.sampling import logprobs
 
@@ -40,7 +41,7 @@ class Download:
         self._wanted, most = _wanted_logprobs(plan, bucket, q_len)
         details: tuple[Tensor, ...] = ()
         if self._wanted:
-            places = torch.tensor(self._wanted, device=outcome.logits.device)
+            places = upload({"places": int64(self._wanted)}, outcome.logits.device)["places"]
             most = max(1, min(most, outcome.logits.shape[1]))
             chosen = verified.ids[places]
             details = (chosen, *logprobs(outcome.logits[places], chosen, top=most))

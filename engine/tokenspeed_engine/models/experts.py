@@ -8,9 +8,13 @@ from tokenspeed_kernels.moe_quantised import moe_experts_fp8_block, moe_experts_
 
 
 class Experts:
-    """Matrices of all experts of one layer. `prefix` ends before gate_up_proj and down_proj."""
+    """Matrices of a rank's experts of one layer, from number `first` on; the others add nothing.
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
+    `prefix` ends before gate_up_proj and down_proj.
+    """
+
+    def __init__(self, weights: Weights, prefix: str, first: int = 0) -> None:
+        self.first = first
         self.gate_up = _matrices(weights, f"{prefix}gate_up_proj")
         self.down = _matrices(weights, f"{prefix}down_proj")
         if len(self.gate_up) != len(self.down):
@@ -18,14 +22,26 @@ class Experts:
 
     def __call__(self, u: Tensor, probabilities: Tensor, ids: Tensor) -> Tensor:
         """Weighted sum [T, hidden] of the experts `ids` Int32 [T, k] of u [T, hidden]."""
+        first = self.first
         match self.gate_up, self.down:
             case (gate_up,), (down,):
-                return moe_experts(u, gate_up, down, probabilities, ids)
+                return moe_experts(u, gate_up, down, probabilities, ids, first_expert=first)
             case (gate_up, gate_up_scale), (down, down_scale):
-                return moe_experts_fp8_block(u, gate_up, gate_up_scale, down, down_scale, probabilities, ids)
+                return moe_experts_fp8_block(
+                    u, gate_up, gate_up_scale, down, down_scale, probabilities, ids, first_expert=first
+                )
             case (gate_up, gate_up_scale, gate_up_global), (down, down_scale, down_global):
                 return moe_experts_nvfp4(
-                    u, gate_up, gate_up_scale, gate_up_global, down, down_scale, down_global, probabilities, ids
+                    u,
+                    gate_up,
+                    gate_up_scale,
+                    gate_up_global,
+                    down,
+                    down_scale,
+                    down_global,
+                    probabilities,
+                    ids,
+                    first_expert=first,
                 )
             case _:
                 raise AssertionError("a layer's matrices come in one format")

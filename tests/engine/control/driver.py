@@ -1,12 +1,27 @@
 """A core over the fake model, driven step by step."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from tests.engine.control.fake import EOS, VOCAB, FakeExecutor, FakeTokenizer
 from tests.engine.control.owners import check_owners
-from tokenspeed_engine.control import ControlConfig, EngineCore, RequestOutput, SamplingParams, StepPlan
+from tokenspeed_engine.control import ControlConfig, EngineCore, RequestOutput, SamplingParams, StepPlan, Transfer
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
+CACHED = ControlConfig(
+    page_size=16,
+    num_pages=64,
+    num_slots=2,
+    max_batch=2,
+    max_step_tokens=64,
+    max_context=256,
+    prefix_cache=True,
+    state_interval=48,
+    num_snapshots=8,
+)
+STATELESS = replace(CACHED, has_state=False, state_interval=0)
+SMALL = replace(CACHED, page_size=4, state_interval=0, num_slots=1, max_batch=1, num_snapshots=1)
+LONG = [(7 * i + i // 16) % VOCAB for i in range(200)]
 
 
 class Engine:
@@ -21,6 +36,10 @@ class Engine:
     @property
     def plans(self) -> list[StepPlan]:
         return self.executor.plans
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [transfer for plan in self.plans for transfer in plan.transfers]
 
     def add(self, name: str, prompt: Iterable[int], params: SamplingParams = GREEDY) -> None:
         self.core.add(name, list(prompt), params)

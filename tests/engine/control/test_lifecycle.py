@@ -53,6 +53,7 @@ def test_a_life_with_a_preemption(pools: Pools) -> None:
     assert pools.free == (5, 1)
     again = state.preempt()
     assert pools.free == (8, 2)
+    assert (waiting().was_admitted, again.was_admitted) == (False, True)
     resumed = again.admit(*pools.leases())
     assert (resumed.computed, len(resumed.tokens)) == (0, 6)
     end = resumed.advance(5).complete(12).finish("length")
@@ -62,8 +63,13 @@ def test_a_life_with_a_preemption(pools: Pools) -> None:
 
 def test_a_prefix_hit_starts_behind_what_is_reused(pools: Pools) -> None:
     state = waiting().admit(*pools.leases(), reused=2)
-    assert state.computed == 2
+    assert (state.reused, state.computed) == (2, 2)
     assert state.complete(8).computed == 3
+
+
+def test_what_was_reused_is_not_what_was_run(pools: Pools) -> None:
+    state = waiting().admit(*pools.leases(), reused=1).advance(1)
+    assert (state.reused, state.computed) == (1, 2)
 
 
 def test_a_prefill_elsewhere_arrives_or_is_taken_back(pools: Pools) -> None:

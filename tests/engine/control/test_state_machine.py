@@ -170,5 +170,5 @@ class Serving(RuleBasedStateMachine):
             assert (ids, text, last.finish_reason) == (answer.token_ids, answer.text, answer.finish_reason)
 
 
-Serving.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+Serving.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
 TestServing = Serving.TestCase

@@ -13,7 +13,7 @@ from tokenspeed_engine.models.deepseek_v3.caches import Caches
 from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
 from tokenspeed_engine.models.deepseek_v3.rotary import Rotary
 from tokenspeed_engine.models.deepseek_v3.step import Step
-from tokenspeed_kernels.linear import linear
+from tokenspeed_engine.models.linear import loaded, stacked
 from tokenspeed_kernels.mla import merge_states, mla_cache_write, mla_decode, mla_prefill
 from tokenspeed_kernels.mla_forms import mla_absorb_query, mla_cache_read, mla_value_up
 from tokenspeed_kernels.norm import rms_norm
@@ -33,23 +33,24 @@ class LatentAttention:
         self.scale = config.softmax_scale
         self.rotary = rotary
         low_rank = config.q_lora_rank is not None
-        query = weights[f"{prefix}{'q_a_proj' if low_rank else 'q_proj'}"]
-        self.in_proj = torch.cat([query, weights[f"{prefix}kv_a_proj_with_mqa"]])
-        self.in_widths = [query.shape[0], self.latent, self.rope]
-        self.q_up = (weights[f"{prefix}q_a_layernorm"], weights[f"{prefix}q_b_proj"]) if low_rank else None
+        query = f"{prefix}{'q_a_proj' if low_rank else 'q_proj'}"
+        self.in_proj = stacked(weights, [query, f"{prefix}kv_a_proj_with_mqa"])
+        self.in_widths = [weights[query].shape[0], self.latent, self.rope]
+        self.q_up = (weights[f"{prefix}q_a_layernorm"], loaded(weights, f"{prefix}q_b_proj")) if low_rank else None
         self.kv_norm = weights[f"{prefix}kv_a_layernorm"]
-        self.kv_up = weights[f"{prefix}kv_b_proj"]
-        per_head = self.kv_up.view(self.heads, self.nope + self.v_dim, self.latent)
+        self.kv_up = loaded(weights, f"{prefix}kv_b_proj")
+        # Absorbed, W_K and W_V multiply one by one, in no format but the model's own.
+        per_head = self.kv_up.dequantised(self.kv_norm.dtype).view(self.heads, self.nope + self.v_dim, self.latent)
         self.w_k, self.w_v = per_head.split_with_sizes([self.nope, self.v_dim], dim=1)
-        self.o_proj = weights[f"{prefix}o_proj"]
+        self.o_proj = loaded(weights, f"{prefix}o_proj")
 
     def __call__(self, u: Tensor, step: Step, caches: Caches) -> Tensor:
         """u: [T, hidden]. Returns [T, hidden]; the rows of the new tokens go to the layer's pages."""
         batch, cache, decodes = step.batch, caches.latents[self.layer], step.decode_tokens
-        q, latent, k_rope = linear(u, self.in_proj).split_with_sizes(self.in_widths, dim=-1)
+        q, latent, k_rope = self.in_proj(u).split_with_sizes(self.in_widths, dim=-1)
         if self.q_up is not None:
             norm, up = self.q_up
-            q = linear(rms_norm(q, norm, eps=LATENT_NORM_EPS, zero_centred=False), up)
+            q = up(rms_norm(q, norm, eps=LATENT_NORM_EPS, zero_centred=False))
         q_nope, q_rope = q.view(-1, self.heads, self.nope + self.rope).split_with_sizes([self.nope, self.rope], dim=-1)
         latent = rms_norm(latent, self.kv_norm, eps=LATENT_NORM_EPS, zero_centred=False)
         q_rope = self.rotary(q_rope, batch.positions)
@@ -61,7 +62,7 @@ class LatentAttention:
         if step.has_prefills:
             q = torch.cat([q_nope[decodes:], q_rope[decodes:]], dim=-1)
             attended.append(self._expanded(q, latent[decodes:], k_rope[decodes:], step, cache))
-        return linear(torch.cat(attended).flatten(1), self.o_proj)
+        return self.o_proj(torch.cat(attended).flatten(1))
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, step: Step, cache: Tensor) -> Tensor:
         """Values [tokens, heads, v_dim] of the decode rows."""
@@ -96,6 +97,6 @@ class LatentAttention:
 
     def _keys_and_values(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """[N, heads, nope + rope] and [N, heads, v_dim] of N cached rows."""
-        kv = linear(latent, self.kv_up).view(-1, self.heads, self.nope + self.v_dim)
+        kv = self.kv_up(latent).view(-1, self.heads, self.nope + self.v_dim)
         k_nope, v = kv.split_with_sizes([self.nope, self.v_dim], dim=-1)
         return torch.cat([k_nope, k_rope.unsqueeze(1).expand(-1, self.heads, -1)], dim=-1), v

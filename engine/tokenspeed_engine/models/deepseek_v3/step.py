@@ -99,6 +99,6 @@ def _prefix_parts(lengths: Sequence[int], limit: int, device: torch.device) -> I
         offsets = [0, *accumulate(runs)]
         yield PrefixPart(
             rows=offsets[-1],
-            first=torch.tensor(first, dtype=torch.int32, device=device),
-            cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=device),
+            first=torch.tensor(first, dtype=torch.int32).to(device, non_blocking=True),
+            cu_seqlens=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
         )

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.execution.batch import Batch
+from tokenspeed_engine.models.linear import loaded, stacked
 from tokenspeed_engine.models.qwen4_exp.caches import AttentionCache, Caches
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.indexer import Indexer
 from tokenspeed_engine.models.qwen4_exp.step import Step
 from tokenspeed_kernels.attention import kv_cache_write, paged_attention
-from tokenspeed_kernels.linear import linear
 from tokenspeed_kernels.moe import sigmoid_mul
 from tokenspeed_kernels.norm import grouped_rms_norm
 from tokenspeed_kernels.rope import rope
@@ -33,18 +33,18 @@ class Attention:
             gate.flatten(0, 1),
             *([weights[f"{prefix}indexer.index_qk_proj"]] if config.has_indexer else []),
         ]
-        self.in_proj = torch.cat(parts)
+        self.in_proj = stacked(weights, parts)
         self.in_widths = [part.shape[0] for part in parts]
         norms = [(weights[f"{prefix}q_norm"], self.heads), (weights[f"{prefix}k_norm"], self.kv_heads)]
         self.qk_norm = torch.cat([norm.repeat(heads, 1) for norm, heads in norms])
-        self.o_proj = weights[f"{prefix}o_proj"]
-        self.inv_freq = rotary_frequencies(config, self.o_proj.device)
+        self.o_proj = loaded(weights, f"{prefix}o_proj")
+        self.inv_freq = rotary_frequencies(config, self.qk_norm.device)
         self.indexer = Indexer(config, weights, f"{prefix}indexer.", self.inv_freq) if config.has_indexer else None
 
     def __call__(self, u: Tensor, step: Step, caches: Caches) -> Tensor:
         """u: [T, hidden]. Returns [T, hidden]; the new keys and values go to the layer's pages."""
         batch, cache = step.batch, caches.attention[self.layer]
-        qk, v, gate, *index = linear(u, self.in_proj).split_with_sizes(self.in_widths, dim=-1)
+        qk, v, gate, *index = self.in_proj(u).split_with_sizes(self.in_widths, dim=-1)
         qk = qk.view(-1, self.heads + self.kv_heads, self.dim)
         qk = grouped_rms_norm(qk, self.qk_norm, eps=self.eps, zero_centred=True)
         q, k = rope(qk, batch.positions, self.inv_freq).split_with_sizes([self.heads, self.kv_heads], dim=1)
@@ -53,7 +53,7 @@ class Attention:
         if self.indexer is not None and cache.index is not None:
             blocks = self.indexer(index[0], batch, cache.index)
         attended = self._attend(q, blocks, batch, cache)
-        return linear(sigmoid_mul(attended.flatten(1), gate), self.o_proj)
+        return self.o_proj(sigmoid_mul(attended.flatten(1), gate))
 
     def _attend(self, q: Tensor, blocks: Tensor | None, batch: Batch, cache: AttentionCache) -> Tensor:
         sequences = batch.sequences

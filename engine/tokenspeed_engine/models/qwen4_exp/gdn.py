@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.execution.batch import Settling
+from tokenspeed_engine.models.linear import loaded, stacked
 from tokenspeed_engine.models.qwen4_exp.caches import Caches, DeltaCache
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
@@ -14,7 +15,6 @@ from tokenspeed_engine.models.qwen4_exp.step import Step
 from tokenspeed_kernels.gdn import gated_rms_norm, gdn_decode, gdn_prefill
 from tokenspeed_kernels.gdn_inputs import gdn_inputs_prefill, gdn_inputs_update
 from tokenspeed_kernels.gdn_speculative import gdn_fold, gdn_verify, gdn_verify_replay
-from tokenspeed_kernels.linear import linear
 
 
 class GatedDeltaNet:
@@ -28,19 +28,19 @@ class GatedDeltaNet:
         self.scale = self.d_k**-0.5
         self.eps = config.rms_norm_eps
         self.output_gate = cast(Literal["sigmoid", "silu"], config.output_gate)
-        parts = [weights[f"{prefix}in_proj_{part}"] for part in ("qkv", "z", "b", "a")]
-        self.in_proj = torch.cat(parts)
-        self.in_widths = [part.shape[0] for part in parts]
+        parts = [f"{prefix}in_proj_{part}" for part in ("qkv", "z", "b", "a")]
+        self.in_proj = stacked(weights, parts)
+        self.in_widths = [weights[part].shape[0] for part in parts]
         self.qkv_widths = [config.linear_key_dim, config.linear_key_dim, config.linear_value_dim]
         self.conv = ShortConvolution(weights[f"{prefix}conv1d"], dilation=1)
         self.a_log, self.dt_bias = weights[f"{prefix}A_log"], weights[f"{prefix}dt_bias"]
         self.norm = weights[f"{prefix}norm"]
-        self.out_proj = weights[f"{prefix}out_proj"]
+        self.out_proj = loaded(weights, f"{prefix}out_proj")
 
     def __call__(self, u: Tensor, step: Step, caches: Caches) -> Tensor:
         """u: [T, hidden]. Returns [T, hidden]; the layer's state and history advance in place."""
         cache = caches.delta[self.layer]
-        qkv, z, b, a = linear(u, self.in_proj).split_with_sizes(self.in_widths, dim=-1)
+        qkv, z, b, a = self.in_proj(u).split_with_sizes(self.in_widths, dim=-1)
         qkv, g, beta = self._inputs(qkv, a, b, cache.conv, step)
         q, k, v = qkv.split_with_sizes(self.qkv_widths, dim=-1)
         tokens = u.shape[0]
@@ -48,7 +48,7 @@ class GatedDeltaNet:
         v, z = v.view(tokens, self.v_heads, self.d_v), z.view(tokens, self.v_heads, self.d_v)
         o = self._delta_rule(q, k, v, g, beta, cache, step)
         o = gated_rms_norm(o, z, self.norm, eps=self.eps, activation=self.output_gate)
-        return linear(o.flatten(1), self.out_proj)
+        return self.out_proj(o.flatten(1))
 
     def _inputs(self, qkv: Tensor, a: Tensor, b: Tensor, history: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, channels] after the short convolution, and the gates [T, v_heads]."""

@@ -5,6 +5,7 @@ from torch import Tensor
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.execution.batch import Batch
 from tokenspeed_engine.models.families import Forward
+from tokenspeed_engine.models.linear import loaded
 from tokenspeed_engine.models.qwen4_exp.caches import Caches
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.layers import DRAFT_PREFIX, Layer
@@ -22,9 +23,9 @@ class DraftHead:
         self.embed_tokens = embed_tokens
         self.lm_head = lm_head
         self.embedding_norm = weights[f"{DRAFT_PREFIX}pre_fc_norm_embedding"]
-        self.embedding_proj = weights[f"{DRAFT_PREFIX}fc_embedding"]
+        self.embedding_proj = loaded(weights, f"{DRAFT_PREFIX}fc_embedding")
         self.hidden_norm = weights[f"{DRAFT_PREFIX}pre_fc_norm_hidden"]
-        self.hidden_proj = weights[f"{DRAFT_PREFIX}fc_hidden"]
+        self.hidden_proj = loaded(weights, f"{DRAFT_PREFIX}fc_hidden")
         self.layer = Layer(config, weights, config.num_hidden_layers)
         self.final_mix = Mixer(config, weights, f"{DRAFT_PREFIX}hyper_connection_mixer.", injects=False)
 
@@ -34,10 +35,10 @@ class DraftHead:
         hidden: the streams [T, streams, hidden] of tokens at the batch's positions, before the final mix. `batch.ids`
         are the tokens one position further on.
         """
-        known = linear(self._normed(embedding(batch.ids, self.embed_tokens), self.embedding_norm), self.embedding_proj)
+        known = self.embedding_proj(self._normed(embedding(batch.ids, self.embed_tokens), self.embedding_norm))
         # One norm over all streams together: the only one that is not by stream.
         normed = self._normed(hidden.flatten(1), self.hidden_norm).view(-1, hidden.shape[2])
-        x = linear(normed, self.hidden_proj).view(hidden.shape) + known[:, None]
+        x = self.hidden_proj(normed).view(hidden.shape) + known[:, None]
         streams = Streams(x)
         self.layer(streams, make_step(batch), caches)
         guessed = streams.rows(batch.sampled).settled()

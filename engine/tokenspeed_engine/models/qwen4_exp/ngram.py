@@ -5,12 +5,12 @@ from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.execution.batch import Batch, Settling
+from tokenspeed_engine.models.linear import loaded
 from tokenspeed_engine.models.qwen4_exp.caches import Caches
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
 from tokenspeed_engine.models.qwen4_exp.ngram_hash import ngram_hash
 from tokenspeed_engine.models.qwen4_exp.step import Step
-from tokenspeed_kernels.linear import linear
 from tokenspeed_kernels.ngram import ngram_embed
 from tokenspeed_kernels.ngram_block import ngram_gate, ngram_inject
 
@@ -31,8 +31,8 @@ class NgramBlock:
             torch.tensor(values, dtype=torch.int64, device=weights["embed_tokens"].device)
             for values in (constants.multipliers, constants.moduli, constants.offsets)
         )
-        self.key_proj = weights[f"{prefix}key_proj"]
-        self.value_proj = weights[f"{prefix}value_proj"]
+        self.key_proj = loaded(weights, f"{prefix}key_proj")
+        self.value_proj = loaded(weights, f"{prefix}value_proj")
         shape = (config.hc_count, config.hidden_size)
         self.norm_key = weights[f"{prefix}norm_key"].view(shape)
         self.norm_query = weights[f"{prefix}norm_query"].view(shape)
@@ -59,8 +59,8 @@ class NgramBlock:
         """Adds to the streams x [T, streams, hidden] in place; the layer's history advances."""
         assert step.lookups is not None  # a model with such blocks looks up first
         embedded = step.lookups.take(self.layer)
-        key = linear(embedded, self.key_proj).view(x.shape)
-        value = linear(embedded, self.value_proj)
+        key = self.key_proj(embedded).view(x.shape)
+        value = self.value_proj(embedded)
         gated, conv_input = ngram_gate(x, key, value, self.norm_key, self.norm_query, self.norm_conv, eps=self.eps)
         convolved = self.conv(conv_input.flatten(1), caches.ngram[self.layer], step)
         ngram_inject(x, gated, convolved.view(x.shape))

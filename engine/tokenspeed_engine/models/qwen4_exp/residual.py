@@ -4,6 +4,7 @@ from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
+from tokenspeed_kernels.quantise import to_fp8_rows
 from tokenspeed_kernels.residual import residual_inject, residual_inject_mix, residual_mix
 
 
@@ -14,12 +15,12 @@ class Mixer:
         self.eps = config.rms_norm_eps
         norm = weights[f"{prefix}hc_norm"]
         inject = weights[f"{prefix}block_inject_weight"] if injects else norm.new_empty(0, config.stream_width)
-        self.weights = (
-            norm.view(config.hc_count, config.hidden_size),
-            weights[f"{prefix}input_mix_weight_down"],
-            weights[f"{prefix}input_mix_weight_up"],
-            inject,
-        )
+        down, up = weights[f"{prefix}input_mix_weight_down"], weights[f"{prefix}input_mix_weight_up"]
+        self.down_scale: Tensor | None = None
+        self.up_scale: Tensor | None = None
+        if weights.quantise:
+            (down, self.down_scale), (up, self.up_scale) = to_fp8_rows(down), to_fp8_rows(up)
+        self.weights = (norm.view(config.hc_count, config.hidden_size), down, up, inject)
 
 
 class Streams:
@@ -47,10 +48,18 @@ class Streams:
     def mix(self, mixer: Mixer) -> Tensor:
         """The next sublayer's input [T, hidden]."""
         if self._output is None or self._inject is None:
-            mixed, self._inject = residual_mix(self._x, *mixer.weights, eps=mixer.eps)
+            mixed, self._inject = residual_mix(
+                self._x, *mixer.weights, eps=mixer.eps, down_scale=mixer.down_scale, up_scale=mixer.up_scale
+            )
         else:
             mixed, self._inject = residual_inject_mix(
-                self._x, self._output, self._inject, *mixer.weights, eps=mixer.eps
+                self._x,
+                self._output,
+                self._inject,
+                *mixer.weights,
+                eps=mixer.eps,
+                down_scale=mixer.down_scale,
+                up_scale=mixer.up_scale,
             )
         self._output = None
         return mixed

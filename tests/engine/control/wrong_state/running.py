@@ -3,6 +3,7 @@
 from tokenspeed_engine.control.lifecycle import Decoding, Prefilling, PrefillingElsewhere, Running, Waiting
 from tokenspeed_engine.control.pages import PageLease
 from tokenspeed_engine.control.rows import decode_row, prefill_row
+from tokenspeed_engine.control.scheduler import Scheduler
 from tokenspeed_engine.control.slots import StateLease
 
 
@@ -29,3 +30,8 @@ def schedule(prefilling: Prefilling, decoding: Decoding, waiting: Waiting) -> No
     decode_row(prefilling, (), 0)  # type: ignore[arg-type]
     prefill_row(decoding, 1, 0)  # type: ignore[arg-type]
     prefill_row(waiting, 1, 0)  # type: ignore[arg-type]
+
+
+def keep(scheduler: Scheduler, waiting: Waiting, away: PrefillingElsewhere) -> None:
+    scheduler._publish(waiting)  # type: ignore[arg-type]
+    scheduler._publish(away)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ def run(state: Waiting, pages: PageLease) -> None:
     state.accept((1,))  # type: ignore[attr-defined]
     state.preempt()  # type: ignore[attr-defined]
     state.pages.release()  # type: ignore[attr-defined]
+    state.reused  # type: ignore[attr-defined]  # noqa: B018
     state.admit(pages)  # type: ignore[call-arg]
 
 
