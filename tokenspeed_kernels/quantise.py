@@ -42,15 +42,6 @@ def to_fp8_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / _spread_blocks(scale, rows, columns)).to(torch.float8_e4m3fn), scale
 
 
-def to_fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantises finite weights [out, in] of any float dtype with one scale a row, whose largest becomes 448.
-
-    Returns the elements, `float8_e4m3fn` [out, in], and the scales, float32 [out].
-    """
-    scale = (weight.float().abs().amax(dim=1) / _FP8_MAX).clamp_min(_SMALLEST)
-    return (weight.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
-
-
 def from_fp8_block(weight: Tensor, scale: Tensor) -> Tensor:
     """The float32 values [..., out, in] of FP8 elements [..., out, in] and scales [..., ⌈out/128⌉, ⌈in/128⌉]."""
     return weight.float() * _spread_blocks(scale.float(), *weight.shape[-2:])

@@ -81,8 +81,9 @@ class AsyncLLM:
         return RequestGroup(self._thread, [NewRequest(str(next(self._numbers)), *each) for each in requests])
 
     async def close(self) -> None:
-        """Abort what is there and end the engine's thread."""
+        """Abort what is there, end the engine's thread and all ranks."""
         await asyncio.to_thread(self._thread.close)
+        await asyncio.to_thread(self._llm.close)
 
     async def __aenter__(self) -> Self:
         return self

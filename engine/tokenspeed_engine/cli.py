@@ -28,6 +28,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 app.add_typer(bench.app, name="bench")
 DEMO_PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 DEMO_TOKENS = 96
+DEMO_DRAFTS = 3
 
 
 @app.command()
@@ -83,7 +84,7 @@ def demo(
 ) -> None:
     """Complete a piece of Python with the embedded model, and show which kernel served each op."""
     started = time.perf_counter()
-    llm = LLM()
+    llm = LLM(None, EngineOptions(num_drafts=DEMO_DRAFTS))
     print(f"loaded in {time.perf_counter() - started:.1f} s\n\n{prompt}", end="")
     started = time.perf_counter()
     count = 0
@@ -92,7 +93,11 @@ def demo(
             print(output.text, end="", flush=True)
             count += len(output.token_ids)
     seconds = time.perf_counter() - started
-    print(f"\n\n{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s\n")
+    print(f"\n\n{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s")
+    counters = llm.core.counters
+    if counters.draft_steps:
+        each = 1 + counters.drafts_accepted / counters.draft_steps
+        print(f"{DEMO_DRAFTS} drafts a step, {each:.2f} tokens accepted a step\n")
     table = Table("op", "kernel", "calls", "milliseconds", "share", title="What served them", title_justify="left")
     served = _served(calls)
     total = sum(row["seconds"] for row in served)
@@ -126,6 +131,7 @@ def serve(
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
     dummy_format: Annotated[str, typer.Option(help="Of dummy experts: model, fp8 or nvfp4.")] = "model",
     quantise: Annotated[str | None, typer.Option(help="fp8: keep other projections in FP8.")] = None,
+    ranks: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     drain_seconds: Annotated[int, typer.Option(min=0, help="Time to finish requests after SIGTERM.")] = 30,
     api_key: Annotated[str | None, typer.Option(envvar="TOKENSPEED_API_KEY", help="Asked for by /v1.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Requests at once; those beyond get 503.")] = None,
@@ -158,6 +164,7 @@ def serve(
         load_format=cast(LoadFormat, load_format),
         dummy_format=cast(Format, dummy_format),
         quantise=cast(Literal["fp8"] | None, quantise),
+        ranks=ranks,
     )
     served = server.ServerOptions(
         api_key=api_key,

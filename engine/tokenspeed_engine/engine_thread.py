@@ -166,6 +166,9 @@ class EngineThread:
                 self._receivers.pop(output.request_id, None)
         for receive, new in events.items():
             self._deliver(receive, new)
+        if self._core.executor_lost:
+            self._broken = True
+            self._fail_all(EngineClosedError("the engine is broken by a failure"))
 
     def _deliver(self, receive: Receiver, events: Sequence[Event]) -> None:
         try:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from tokenspeed_engine.building import build_runner, choose_device
 from tokenspeed_engine.control import (
     EngineCore,
+    Executor,
     FinishReason,
     RequestOutput,
     RequestRefusedError,
@@ -17,10 +17,9 @@ from tokenspeed_engine.control import (
     TokenLogprobs,
     Usage,
 )
-from tokenspeed_engine.execution.runner import ModelRunner
-from tokenspeed_engine.loading import load_model
-from tokenspeed_engine.models.families import ModelDescription, read_model
-from tokenspeed_engine.options import EngineOptions, plan_sizes
+from tokenspeed_engine.models.families import read_model
+from tokenspeed_engine.options import EngineOptions
+from tokenspeed_engine.parallel.executor import ParallelExecutor, launch
 from tokenspeed_engine.tokenizer import Tokenizer, read_stop_token_ids
 
 EMBEDDED_MODEL = Path(__file__).parent / "demo" / "checkpoint"
@@ -56,32 +55,31 @@ class LLM:
         folder = EMBEDDED_MODEL if model is None else Path(model)
         self.description = read_model(folder)
         self.tokenizer = Tokenizer.from_folder(folder)
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        dtype = _dtype(options.dtype, self.description, device)
-        sizes = plan_sizes(options, self.description, dtype, device)
+        eos_token_ids = read_stop_token_ids(folder, self.description.config.eos_token_ids)
+        device = choose_device(options)
+        executor: Executor
+        self._ranks: ParallelExecutor | None = None
+        if options.ranks > 1:
+            executor, sizes = launch(folder, self.description, options, device)
+            self._ranks = executor
+        else:
+            executor, sizes = build_runner(folder, self.description, options, device)
         control = sizes.control
-        # The weights are dropped once the model is built: what it has put together anew is free before the caches come.
-        built = self.description.build(load_model(folder, self.description, options, device, dtype))
-        runner = ModelRunner(
-            self.description,
-            built,
-            self.description.allocate_caches(sizes.caches, dtype, device),
-            sizes.caches,
-            device,
-            num_host_snapshots=control.num_host_snapshots,
-            max_length=control.max_context,
-            buckets=device.type != "cpu" if options.buckets is None else options.buckets,
-        )
         self.core = EngineCore(
             control,
-            runner,
+            executor,
             vocab_size=self.description.config.vocab_size,
-            eos_token_ids=read_stop_token_ids(folder, self.description.config.eos_token_ids),
+            eos_token_ids=eos_token_ids,
             tokenizer=self.tokenizer,
         )
         self.num_pages, self.num_slots = control.num_pages, control.pool_slots
         self._numbers = itertools.count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}
+
+    def close(self) -> None:
+        """Ends the other ranks; nothing can be generated any more. Without other ranks there is nothing to do."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     @property
     def num_free(self) -> tuple[int, int]:
@@ -170,11 +168,3 @@ def _join(outputs: list[RequestOutput]) -> Generation:
         usage=last.usage,
         error=last.error,
     )
-
-
-def _dtype(name: str | None, description: ModelDescription, device: torch.device) -> torch.dtype:
-    chosen = name or ("float32" if device.type == "cpu" else description.config.dtype or "bfloat16")
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if chosen not in known:
-        raise ValueError(f"dtype: expected {' or '.join(known)}, got {chosen!r}")
-    return known[chosen]

@@ -22,8 +22,8 @@ def load_model(
 ) -> Weights:
     """The weights of a folder, or random ones of the same sizes, as the options say.
 
-    A bar shows the progress where standard error is a terminal. Raises `CheckpointError` for a folder whose weights
-    are not those of its model.
+    The first rank's progress is shown where standard error is a terminal. Raises `CheckpointError` for a folder whose
+    weights are not those of its model.
     """
     host = description.table_names if options.host_tables else ()
     draft_head = options.num_drafts > 0
@@ -31,15 +31,16 @@ def load_model(
         plan = description.weight_plan((), draft_head)
         weights = dummy_weights(plan, device, dtype, options.dummy_format, host, options.seed)
     else:
-        with Checkpoint.open(folder) as checkpoint, _progress() as progress:
+        with Checkpoint.open(folder) as checkpoint, _progress(description.ranks.rank) as progress:
             plan = description.weight_plan(checkpoint.tensors, draft_head)
             weights = load_weights(checkpoint, plan, device, dtype, host, progress)
     return dataclasses.replace(weights, quantise=options.quantise == "fp8")
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def _progress(rank: int) -> Iterator[Callable[[int, int], None]]:
     columns = TextColumn("weights"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    hidden = rank > 0 or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task("weights", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -37,7 +37,8 @@ class EngineOptions:
         verify: how rejected guesses are taken back: "replay" keeps the inputs of accepted ones, "states" a recurrent
             state for each, which takes more memory.
         prefix_cache: keep what requests computed for those that begin alike.
-        state_interval: tokens between snapshots of the recurrent state in a prompt; 0 takes them where requests end only.
+        state_interval: tokens between snapshots of the recurrent state in a prompt; 0 takes them only where requests
+            end.
         num_snapshots: snapshots beside the slots of running requests.
         num_host_snapshots: further ones in host memory, which is not part of `cache_bytes`.
         host_tables: keep n-gram tables in host memory, and fetch what a step needs while its first layers run.
@@ -48,6 +49,7 @@ class EngineOptions:
         quantise: "fp8" keeps projections that come in a wider dtype in block-scaled FP8; None as they come. Routers,
             norms and the embedding stay as they are.
         seed: where the seeds of requests that name none come from.
+        ranks: processes that share the model, each on a device of its own; all sizes are those of each.
     """
 
     dtype: str | None = None
@@ -71,6 +73,7 @@ class EngineOptions:
     dummy_format: Format = "model"
     quantise: Literal["fp8"] | None = None
     seed: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def plan_sizes(
 
 
 def _check(options: EngineOptions, description: ModelDescription) -> None:
-    lowest = dict.fromkeys(("page_size", "max_batch", "max_context", "num_pages"), 1)
+    lowest = dict.fromkeys(("page_size", "max_batch", "max_context", "num_pages", "ranks"), 1)
     lowest |= dict.fromkeys(("num_drafts", "state_interval", "num_snapshots", "num_host_snapshots"), 0)
     for name, low in lowest.items():
         size = getattr(options, name)

@@ -42,7 +42,7 @@ def quantised_twins(format: Format, variant: str = "default") -> tuple[Path, Pat
             values[name] = stored[name].float() * scale
         else:
             stored[name] = values[name] = tensor
-    quantisation = (
+    quantisation: dict[str, object] = (
         {"quant_method": "fp8", "weight_block_size": [128, 128]}
         if format == "fp8"
         else {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}

@@ -1,6 +1,8 @@
-"""The documentation says what is so: its Python runs as it stands, its links lead somewhere, its commands exist."""
+"""The documentation says what is so: its Python runs as it stands, what it links to, names and commands exists."""
 
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,12 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CPU = torch.device("cpu")
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+WRITTEN = [page for page in PAGES if page.parent.name != "reference" and page.name != "benchmarks.md"]
+"""Those that nobody generates."""
+PACKAGES = ["registry/tokenspeed_registry", "tokenspeed_kernels", "engine/tokenspeed_engine"]
+FORMULAS = frozenset({"RMS0", "RMS1", "GRMS1"})
+"""What the page on the models defines itself."""
+SOURCES = ["registry", "tokenspeed_kernels", "backends", "engine", "tests", "bench"]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -29,6 +37,13 @@ def test_python_of_the_integrators_page_runs_in_order() -> None:
     found = blocks(DOCS / "integrator.md", "python")
     assert len(found) > 5
     exec(compile("\n".join(found), "integrator.md", "exec"), {"__name__": "integrator"})
+
+
+def test_python_of_the_readme_runs() -> None:
+    found = blocks(ROOT / "README.md", "python")
+    assert len(found) == 2
+    for source in found:
+        exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
 
 
 def test_the_developers_kernel_fails_as_the_page_says_and_passes_once_mended() -> None:
@@ -60,6 +75,52 @@ def test_links_and_commands(page: Path) -> None:
     known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     for command in re.findall(r"^(?:`|\$ )?tokenspeed-kernels ([a-z-]+)", text, re.MULTILINE):
         assert command in known, f"{page.name} mentions {command}"
+
+
+def paragraphs(page: Path) -> Iterator[list[str]]:
+    """What stands in backticks, by paragraph or row of a table; blocks of code left out."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for paragraph in re.split(r"\n\n|\n(?=\|)", text):
+        yield re.findall(r"`([^`]+)`", paragraph)
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "kernel_developer.md"], ids=lambda p: p.name)
+def test_files_and_folders_exist(page: Path) -> None:
+    """Under the root or a package, or where only a name is given beside the one before. The page left out names files
+    of the package that its reader makes."""
+    bases = [ROOT, *(ROOT / package for package in PACKAGES)]
+    for quoted in paragraphs(page):
+        beside: list[Path] = []
+        for word in " ".join(quoted).split():
+            if re.fullmatch(r"\w[\w./-]*(?:\.py|/)|\w[\w.-]*/[\w./-]+\.\w+", word):
+                found = [base / word for base in (*beside, *bases) if (base / word).exists()]
+                assert found, f"{page.name} names {word}"
+                beside = [found[0] if found[0].is_dir() else found[0].parent]
+
+
+@functools.cache
+def known_words() -> frozenset[str]:
+    """Every word of the sources but this file's, and of the names of their files."""
+    files = [ROOT / "pyproject.toml", ROOT / "Makefile"]
+    files += [file for folder in SOURCES for kind in ("*.py", "*.template") for file in (ROOT / folder).rglob(kind)]
+    found = {word for file in files if file != Path(__file__) for word in re.findall(r"\w+", file.read_text())}
+    return frozenset(found | {part for file in files for part in re.findall(r"\w+", str(file.relative_to(ROOT)))})
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_names_occur_in_the_sources(page: Path) -> None:
+    """Ops, options, classes, fields: an identifier in backticks, dotted or called, and what `name=value` sets.
+
+    The page on metrics leaves their prefix out, and prometheus_client puts their ending on. Environment variables are
+    named after fields.
+    """
+    for quoted in paragraphs(page):
+        for entry in quoted:
+            if match := re.fullmatch(r"(?:with )?@?([a-z_]\w*(?:\.\w+)*)(?:\(.*\)|=[^=].*)?", entry, re.I | re.DOTALL):
+                for name in match[1].split("."):
+                    field = name.removeprefix("TOKENSPEED_KERNELS_").lower()
+                    spellings = {name, f"tokenspeed_{name}", name.removesuffix("_total"), field}
+                    assert spellings & (known_words() | FORMULAS), f"{page.name} names {entry}"
 
 
 def test_the_reference_is_what_the_contracts_say() -> None:

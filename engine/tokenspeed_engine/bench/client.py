@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,7 @@ class Endpoint:
         started = time.perf_counter()
         try:
             return await self._stream(client, body, started)
-        except (httpx2.HTTPError, ValueError, KeyError) as error:
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
             return Answer(started=started, error=f"{type(error).__name__}: {error}")
 
     async def _stream(self, client: httpx2.AsyncClient, body: dict[str, Any], started: float) -> Answer:
@@ -88,10 +88,8 @@ class Endpoint:
             if response.status_code != httpx2.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
                 return Answer(started=started, error=f"HTTP {response.status_code}: {text[:500]}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                now, event = time.perf_counter(), json.loads(line[len("data: ") :])
+            async for data in _events(response):
+                now, event = time.perf_counter(), json.loads(data)
                 if "error" in event:
                     return Answer(started=started, error=str(event["error"])[:500])
                 usage = event.get("usage") or usage
@@ -111,3 +109,14 @@ class Endpoint:
             cached_tokens=details.get("cached_tokens"),
             output_tokens=usage["completion_tokens"],
         )
+
+
+async def _events(response: httpx2.Response) -> AsyncIterator[bytes]:
+    """Data of each server-sent event but the last word, [DONE]. httpx's lines also end where a text has a U+2028."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            field, _, data = line.partition(b":")
+            if field == b"data" and data.strip() != b"[DONE]":
+                yield data

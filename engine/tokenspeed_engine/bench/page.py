@@ -8,7 +8,9 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tokenspeed_engine.bench import summary
 from tokenspeed_engine.bench.agents import Run, Turn
@@ -75,6 +77,10 @@ def pictures(run: Run) -> str:
         figure = Figure(figsize=(11, 7), layout="constrained")
         (first, rate), (between, flow) = figure.subplots(2, 2)
         _by_turn(first, done, [(summary.ttft(turn) or 0.0) * 1e3 for turn in done], "time to first token, ms")
+        # The first turn takes many times as long as the others.
+        first.set_yscale("log")
+        first.autoscale(axis="y")
+        _plain_logarithm(first.yaxis)
         rates = [turn for turn in done if summary.user_rate(turn) is not None]
         _by_turn(rate, rates, [summary.user_rate(turn) or 0.0 for turn in rates], "tokens a second of one user")
         _spread(between, [gap * 1e3 for turn in done for gap in summary.gaps(turn)])
@@ -93,13 +99,22 @@ def _by_turn(axes: Axes, turns: Sequence[Turn], values: Sequence[float], label: 
     ]
     axes.plot([number + 1 for number in numbers], medians, color="#d62728", lw=1.5, label="median")
     axes.set(xlabel="turn", ylabel=label, ylim=(0, max(values, default=1.0) * 1.08))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
+
+
+def _plain_logarithm(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def _spread(axes: Axes, values: Sequence[float]) -> None:
     ordered = sorted(max(value, 1e-3) for value in values)
     axes.plot(ordered, [100 * (i + 1) / len(ordered) for i in range(len(ordered))], color="#1f77b4", lw=1.5)
     axes.set(xscale="log", xlabel="gap between pieces of an answer, ms", ylabel="% of gaps below", ylim=(0, 101))
+    _plain_logarithm(axes.xaxis)
 
 
 def _over_time(axes: Axes, turns: Sequence[Turn], bins: int = 60) -> None:

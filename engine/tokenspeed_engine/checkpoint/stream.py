@@ -3,11 +3,11 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 import torch
 
@@ -63,17 +63,24 @@ def stream(reads: Sequence[Read], progress: Callable[[int, int], None]) -> None:
     for read in reads:
         by_file[read.source.file].append(read)
     total = sum(len(read.rows) * read.row_bytes for read in reads)
-    done, lock = 0, Lock()
+    done, lock, given_up = 0, Lock(), Event()
 
     def tell(count: int) -> None:
         nonlocal done
+        if given_up.is_set():
+            raise CancelledError
         with lock:
             done += count
             progress(done, total)
 
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        for finished in [pool.submit(_read_file, file, part, tell) for file, part in by_file.items()]:
-            finished.result()
+        try:
+            for finished in as_completed([pool.submit(_read_file, file, part, tell) for file, part in by_file.items()]):
+                finished.result()
+        except BaseException:
+            given_up.set()  # or what is left of all other files would be read first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _read_file(file: Path, reads: Sequence[Read], tell: Callable[[int], None]) -> None:

@@ -4,7 +4,7 @@ from tokenspeed_engine.control.config import ControlConfig
 from tokenspeed_engine.control.core import EngineCore
 from tokenspeed_engine.control.counters import Counters
 from tokenspeed_engine.control.detokenise import Detokenizer, Tokenizer
-from tokenspeed_engine.control.errors import LeaseError, RequestRefusedError, StateReusedError
+from tokenspeed_engine.control.errors import ExecutorLostError, LeaseError, RequestRefusedError, StateReusedError
 from tokenspeed_engine.control.lifecycle import FinishReason
 from tokenspeed_engine.control.output import RequestOutput, Usage
 from tokenspeed_engine.control.plan import (
@@ -37,6 +37,7 @@ __all__ = [
     "Detokenizer",
     "EngineCore",
     "Executor",
+    "ExecutorLostError",
     "Failed",
     "Fetch",
     "FinishReason",

@@ -15,7 +15,7 @@ from tokenspeed_engine.control.admission import Admission
 from tokenspeed_engine.control.config import ControlConfig
 from tokenspeed_engine.control.counters import Counters
 from tokenspeed_engine.control.detokenise import Tokenizer
-from tokenspeed_engine.control.errors import RequestRefusedError
+from tokenspeed_engine.control.errors import ExecutorLostError, RequestRefusedError
 from tokenspeed_engine.control.lifecycle import FinishReason
 from tokenspeed_engine.control.output import OutputStream, RequestOutput
 from tokenspeed_engine.control.plan import (
@@ -55,6 +55,8 @@ class EngineCore:
         vocab_size: prompt ids are below it.
         eos_token_ids: tokens that end every request which does not ignore them.
         tokenizer: None serves token ids only.
+
+    `executor_lost`: whether the executor said that it has failed for good, with which every request will fail too.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class EngineCore:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self.scheduler = Scheduler(config)
+        self.executor_lost = False
         self._executor = executor
         self._overlap = config.overlap
         self._admission = Admission(config, vocab_size, tokenizer is not None)
@@ -195,6 +198,7 @@ class EngineCore:
             result: StepResult = flight.step.result()
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.rows))
+            self.executor_lost = self.executor_lost or isinstance(error, ExecutorLostError)
             self._lose(plan, f"{type(error).__name__}: {error}")
         except BaseException:
             self._lose(plan, "the step was interrupted")

@@ -43,6 +43,9 @@ class Detokenizer:
             self._num_context = len(self._window)
             self._context_text = self._tokenizer.decode(self._window)
             self._emitted = 0
+        elif not piece and len(certain) == len(text) and not self._tokenizer.decode([token, token]):
+            # Says nothing anywhere, as special tokens do. A long run of them would be decoded anew at each.
+            self._window.pop()
         return piece
 
     def flush(self) -> str:

@@ -73,12 +73,13 @@ class PrefixCache:
         if not self._enabled or not tokens:
             return
         node = self._insert(tokens, pages)
-        if not self._stateful or (node.snapshot is not None and node.snapshot.slot is not None):
+        if not self._stateful:
             return
-        self._transfers.append(Settle(slot.slot, len(tokens)))
         node.snapshot = node.snapshot or Snapshot(node)
         node.snapshot.is_proven = True
-        self.snapshots.put(node.snapshot, slot.slot)
+        if node.snapshot.slot is None:
+            self._transfers.append(Settle(slot.slot, len(tokens)))
+            self.snapshots.put(node.snapshot, slot.slot)
 
     def checkpoint(self, tokens: Sequence[int], pages: PageLease, slot: StateLease) -> None:
         """Keep what a running request has computed so far, and a copy of its state."""

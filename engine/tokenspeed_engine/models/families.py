@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tokenspeed_engine.checkpoint.errors import ConfigError
 from tokenspeed_engine.checkpoint.plan import WeightPlan
+from tokenspeed_engine.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -153,13 +154,22 @@ class Model(Protocol):
 
 
 class ModelDescription(Protocol):
-    """A model as its config.json describes it."""
+    """A model as its config.json describes it, or one rank's share of it."""
 
     @property
     def family(self) -> str: ...
 
     @property
     def config(self) -> ModelConfig: ...
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that share the model. All but `config` is about this one's part: its weights and its caches."""
+        ...
+
+    def on(self, ranks: Ranks) -> "ModelDescription":
+        """The same model, shared. Raises ValueError for one that cannot be cut so, which names the limits."""
+        ...
 
     @property
     def context_tokens(self) -> int:

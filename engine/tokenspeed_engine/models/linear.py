@@ -11,6 +11,8 @@ from tokenspeed_kernels.linear import linear
 from tokenspeed_kernels.linear_quantised import linear_fp8_block
 from tokenspeed_kernels.quantise import FP8_BLOCK, from_fp8_block, to_fp8_block
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -57,6 +59,12 @@ def loaded(weights: Weights, name: str) -> Linear:
 def quantised(weight: Tensor) -> Linear:
     """A projection kept in FP8, of a weight [out, in] in a wider dtype."""
     return Linear(*to_fp8_block(weight))
+
+
+def quantised_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 elements of a weight [out, in], and Float32 [out], what multiplies each row of them."""
+    scale = (weight.float().abs().amax(dim=1) / torch.finfo(torch.float8_e4m3fn).max).clamp_min(_SMALLEST)
+    return (weight.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 
 def stacked(weights: Weights, parts: Sequence[Tensor | str]) -> Projection:

@@ -61,6 +61,10 @@ def launch(
     cut so, and RankFailedError.
     """
     description.on(Ranks(0, options.ranks))  # refused before anything is started
+    first = device.index or 0
+    if device.type == "cuda" and torch.cuda.device_count() < first + options.ranks:
+        there = torch.cuda.device_count()
+        raise ValueError(f"ranks: {options.ranks} devices from number {first} on are asked for, there are {there}")
     workers = Workers(folder, options, device)
     try:
         runner, sizes = build_runner(folder, description.on(workers.connect()), options, device)

@@ -43,8 +43,9 @@ def main() -> None:
 
 def _run(assignment: Assignment, connection: Connection, plans: "queue.SimpleQueue[bytes]") -> None:
     torch.set_num_threads(assignment.threads)
-    connection.send(Report())
     rank, size, device = assignment.rank, assignment.size, torch.device(assignment.device)
+    torch.zeros(1, device=device)  # a device that cannot be used shows before others wait for this rank
+    connection.send(Report())
     group = connect(join_store(assignment.port), rank, size, device)
     description = read_model(assignment.folder).on(Ranks(rank, size, group))
     runner, _ = build_runner(assignment.folder, description, assignment.options, device)

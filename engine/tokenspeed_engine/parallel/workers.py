@@ -8,23 +8,27 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 import torch
 
+from tokenspeed_engine.control import ExecutorLostError
 from tokenspeed_engine.options import EngineOptions
 from tokenspeed_engine.parallel.group import connect, open_store
 from tokenspeed_engine.parallel.ranks import Group, Ranks
 
 WORKER = "tokenspeed_engine.parallel.worker"
 STDERR = 2
+GRACE = 0.2
+"""Seconds in which ranks that waited for one that failed fail too: what all of them say shows which was the first."""
 PATIENCE = 5.0
 """Seconds that a worker may take to say why it failed, or to end."""
 
 
-class RankFailedError(RuntimeError):
+class RankFailedError(ExecutorLostError):
     """A rank failed, and with it the engine; the message says which one and why."""
 
 
@@ -116,6 +120,7 @@ class Workers:
         for connection in (*self._connections, self._wake, self._woken):
             connection.close()
         self._end(patience=PATIENCE)
+        self._abort_group()
 
     def _spawn(self, rank: int, folder: Path, options: EngineOptions) -> None:
         own, theirs = Pipe()
@@ -142,10 +147,11 @@ class Workers:
 
     def _watch(self) -> None:
         """Workers that run have nothing to say but that they fail."""
-        for ready in wait([*self._connections, self._woken]):
-            if isinstance(ready, Connection) and ready is not self._woken:
-                self._fail(self._read(ready) or "a rank spoke out of turn")
-                return
+        if self._woken in wait([*self._connections, self._woken]):
+            return
+        time.sleep(GRACE)
+        said = [self._read(connection) for connection in self._connections if connection.poll()]
+        self._fail("; ".join(message for message in said if message is not None))
 
     def _read(self, connection: Connection) -> str | None:
         """What a worker says of its failure, if it did fail."""
@@ -165,8 +171,12 @@ class Workers:
         self._failure = self._failure or message
         self._failed.set()
         self._end(patience=0.0)
+        self._abort_group()
+
+    def _abort_group(self) -> None:
+        """Ends what waits on a GPU. Gloo needs no such call: it fails when the others' connections close."""
         if self._device.type == "cuda" and self._group is not None:
-            self._group.abort()  # gloo needs no call: it fails when the others' connections close
+            self._group.abort()
 
     def _end(self, patience: float) -> None:
         for process in self._processes:

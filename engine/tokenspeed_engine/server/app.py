@@ -67,6 +67,7 @@ def _api(engine: AsyncLLM, model: str, options: ServerOptions, metrics: Metrics)
     async def read(request: Request, kind: type[Body]) -> Body:
         body = _parse(await _read_bytes(request, options.max_body_bytes), kind)
         _check_model(body.model, model)
+        load.check(body.n)  # before a long prompt is encoded for nothing
         return body
 
     def respond(
@@ -115,8 +116,12 @@ def _api(engine: AsyncLLM, model: str, options: ServerOptions, metrics: Metrics)
 
 def _key_check(key: str | None) -> Callable[[Request], None]:
     def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if key is None:
+            return
+        # A header's bytes arrive as if they were Latin-1.
+        matches = secrets.compare_digest(given.strip().encode("latin-1"), key.encode())
+        if not matches or scheme.lower() != "bearer":
             message = "Incorrect API key provided." if given else "You didn't provide an API key."
             raise ApiError(401, message, code="invalid_api_key")
 
@@ -134,8 +139,9 @@ def _answer_errors(app: FastAPI, metrics: Metrics) -> None:
     async def say_nothing(request: Request, error: Exception) -> Response:
         return Response(status_code=400)
 
-    answered = (ApiError, RequestRefusedError, ChatTemplateError, EngineClosedError, EngineStepError, HTTPException)
-    for kind in (*answered, Exception):
+    refusals = (ApiError, RequestRefusedError, ChatTemplateError, HTTPException)
+    # Without a handler of its own an exception is answered as well, but counts as one of the server and is logged.
+    for kind in (*refusals, EngineClosedError, EngineStepError, TimeoutError, Exception):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnect, say_nothing)  # nobody is there to read it
 

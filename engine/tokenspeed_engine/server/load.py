@@ -15,14 +15,18 @@ class Load:
         self._most = most
         self._held = 0
 
+    def check(self, count: int) -> None:
+        """Raises ApiError 503 where `count` more requests are too many; never, where nothing else runs."""
+        if self._most is not None and self._held and self._held + count > self._most:
+            raise busy(self._held)
+
     @contextmanager
     def holding(self, count: int) -> Iterator[None]:
-        """Counts `count` requests inside. Raises ApiError 503 where they are too many; never, where nothing else runs.
+        """Counts `count` requests inside. Raises as `check`.
 
         For one event loop: nothing comes between the question and the count.
         """
-        if self._most is not None and self._held and self._held + count > self._most:
-            raise busy(self._held)
+        self.check(count)
         self._held += count
         try:
             yield

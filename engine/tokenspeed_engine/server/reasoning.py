@@ -20,7 +20,8 @@ class Piece(NamedTuple):
 
 def opens_reasoning(prompt: str) -> bool:
     """Whether a prompt leaves reasoning open, so that the answer starts inside of it."""
-    return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
+    # The template's own tag is its last word; one that a user wrote stands before the end of a message.
+    return prompt.rstrip().endswith(OPEN)
 
 
 class ReasoningParser:

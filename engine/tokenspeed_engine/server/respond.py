@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -15,6 +17,10 @@ from tokenspeed_engine.server.formats import Format
 from tokenspeed_engine.server.load import Load
 from tokenspeed_engine.server.metrics import Metrics, Tracker
 from tokenspeed_engine.server.prompts import EngineRequest
+
+logger = logging.getLogger(__name__)
+
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class GenerationResponse(Response):
@@ -55,27 +61,42 @@ class GenerationResponse(Response):
         self._stream = stream
         self._started = started
         self._load = load
-        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        spent = time.perf_counter() - started
+        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout - spent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _while_connected(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer: dict[str, Any] = {}
+        failure: Exception | None = None
         with self._load.holding(len(self._requests)):
             async with self._engine.submit(self._requests) as group:
                 tracker = self._metrics.track(len(self._requests), self._num_prompt_tokens, self._started)
                 try:
                     if self._stream:
-                        await self._send_events(group, tracker, send)
-                    else:
-                        async with asyncio.timeout_at(self._deadline):
+                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    async with asyncio.timeout_at(self._deadline):
+                        if self._stream:
+                            await self._send_chunks(group, tracker, send)
+                        else:
                             answer = await self._collect(group, tracker)
-                        await JSONResponse(answer)(scope, receive, send)
                 except Exception as error:
                     tracker.end(_outcome(error))
-                    raise
+                    if not self._stream:
+                        raise
+                    if not isinstance(error, TimeoutError):
+                        logger.exception("a stream failed")
+                    failure = error
                 finally:
                     tracker.end("abort")
+        # From here on a client that does not read keeps nothing waiting but itself.
+        if not self._stream:
+            await JSONResponse(answer)(scope, receive, send)
+            return
+        if failure is not None:
+            await _send_event(send, as_api_error(failure).body())
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _collect(self, group: RequestGroup, tracker: Tracker) -> dict[str, Any]:
         outputs: list[list[RequestOutput]] = [[] for _ in self._requests]
@@ -83,17 +104,6 @@ class GenerationResponse(Response):
             outputs[index].append(output)
         usage = self._usage([parts[-1] for parts in outputs])
         return self._format.whole(outputs, usage)
-
-    async def _send_events(self, group: RequestGroup, tracker: Tracker, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                await self._send_chunks(group, tracker, send)
-        except Exception as error:
-            tracker.end(_outcome(error))
-            await _send_event(send, as_api_error(error).body())
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _send_chunks(self, group: RequestGroup, tracker: Tracker, send: Send) -> None:
         for chunk in self._format.opening(len(self._requests)):

@@ -7,7 +7,7 @@ out means), so that clients which send all their defaults work; any other value 
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 128
@@ -49,6 +49,15 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_problem_is_enough(cls, fields: Any) -> Any:
+        """An error for each of a million unknown fields would take a gigabyte."""
+        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
+            return fields
+        unknown = next(name for name in fields if name not in cls.model_fields)
+        return {name: value for name, value in fields.items() if name in cls.model_fields or name == unknown}
+
 
 class StreamOptions(Strict):
     include_usage: Annotated[bool, _or(False)] = False
@@ -70,7 +79,7 @@ class GenerationRequest(Strict):
     top_k: Annotated[int, _or(0), Field(ge=0)] = 0
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: Stops = []
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], _or([])] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], FailFast(), _or([])] = []
     ignore_eos: Annotated[bool, _or(False)] = False
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -138,7 +147,7 @@ def _as_arguments(value: Any) -> Any:
     """Arguments of a call as clients send them back, a string of JSON; it must hold an object."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise PydanticCustomError("union", "expected a string that holds a JSON object")
@@ -170,7 +179,7 @@ class Message(Strict):
     content: Annotated[str, BeforeValidator(_as_text)]
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], _or([])] = []
+    tool_calls: Annotated[list[ToolCall], FailFast(), _or([])] = []
     tool_call_id: str | None = None
     refusal: Ignored = None
     function_call: NotSupported = None
@@ -200,12 +209,12 @@ class Tool(Strict):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions. `chat_template_kwargs` is this server's own: variables of the template."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[bool, _or(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], _or({})] = {}
-    tools: Annotated[list[Tool], _or([])] = []
+    tools: Annotated[list[Tool], FailFast(), _or([])] = []
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Annotated[Any, _neutral(True, False)] = None
     functions: Annotated[Any, _neutral([])] = None

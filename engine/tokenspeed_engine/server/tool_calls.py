@@ -65,6 +65,7 @@ class ToolCallParser:
         self._calls = 0
         self._name = ""
         self._key = ""
+        self._value_parts: list[str] = []
         self._num_arguments = 0
 
     @property
@@ -118,8 +119,10 @@ class ToolCallParser:
         return True
 
     def _parameters(self) -> bool:
-        found = self._first(_PARAMETER, _FUNCTION_END, _CALL_END, _FUNCTION)
+        tags = (_PARAMETER, _FUNCTION_END, _CALL_END, _FUNCTION)
+        found = self._first(*tags)
         if found is None:
+            self._drop(len(self._text) - _begun(self._text, tags))
             return False
         at, tag = found
         if tag == _PARAMETER:
@@ -140,8 +143,13 @@ class ToolCallParser:
         return True
 
     def _value(self) -> bool:
-        found = self._first(_PARAMETER_END, _PARAMETER, _FUNCTION_END)
+        tags = (_PARAMETER_END, _PARAMETER, _FUNCTION_END)
+        found = self._first(*tags)
         if found is None:
+            # What is known to be value is put aside: a search of all of it for each token would be quadratic.
+            known = len(self._text) - _begun(self._text, tags)
+            self._value_parts.append(self._text[:known])
+            self._drop(known)
             return False
         at, tag = found
         self._argument(self._text[:at])
@@ -159,8 +167,11 @@ class ToolCallParser:
         return name
 
     def _argument(self, text: str) -> None:
-        text = text.removeprefix("\n").removesuffix("\n")
-        value = _typed(text, self._schemas.get(self._name, {}).get("properties", {}).get(self._key))
+        """The value that ends with `text`."""
+        text = "".join([*self._value_parts, text]).removeprefix("\n").removesuffix("\n")
+        self._value_parts.clear()
+        properties = self._schemas.get(self._name, {}).get("properties")
+        value = _typed(text, properties.get(self._key) if isinstance(properties, Mapping) else None)
         pair = f"{json.dumps(self._key, ensure_ascii=False)}: {json.dumps(value, ensure_ascii=False)}"
         self._arguments(("{" if self._num_arguments == 0 else ", ") + pair)
         self._num_arguments += 1
@@ -190,9 +201,13 @@ class ToolCallParser:
 
 def _kept(text: str, tags: Sequence[str]) -> int:
     """Characters at the end that may belong to a tag, and the white space before them."""
-    partial = max((n for tag in tags for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
-    before = text[: len(text) - partial]
-    return partial + len(before) - len(before.rstrip())
+    before = text[: len(text) - _begun(text, tags)]
+    return len(text) - len(before.rstrip())
+
+
+def _begun(text: str, tags: Sequence[str]) -> int:
+    """Characters at the end that may be the beginning of a tag."""
+    return max((n for tag in tags for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -201,8 +216,8 @@ def _typed(text: str, schema: Any) -> Any:
     if not kinds or kinds == {"string"}:
         return text
     try:
-        value = json.loads(text.strip())
-    except ValueError:
+        value = _strict_json(text.strip())
+    except (ValueError, RecursionError):
         spelled = {"True": True, "False": False, "None": None}
         return spelled.get(text.strip(), text)
     if "string" in kinds and not (value is None and "null" in kinds):
@@ -210,12 +225,20 @@ def _typed(text: str, schema: Any) -> Any:
     return value
 
 
+def _strict_json(text: str) -> Any:
+    """The value of a text. Raises ValueError also for what Python reads and JSON cannot say: NaN, half a character."""
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    return value
+
+
 def _kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema allows, by name; none where it does not say."""
+    """The JSON types that a schema allows, by name; none where it does not say, or is no schema."""
     if not isinstance(schema, Mapping):
         return set()
-    kinds = schema.get("type", [])
-    found = {kinds} if isinstance(kinds, str) else set(kinds)
-    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _kinds(choice)
+    kinds = schema.get("type")
+    found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    for choices in (schema.get("anyOf"), schema.get("oneOf")):
+        for choice in choices if isinstance(choices, list) else ():
+            found |= _kinds(choice)
     return found

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,9 @@ def server() -> Iterator[RunningServer]:
     running.close()
 
 
-def test_agents_reuse_their_history_and_accept_drafts(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_reuse_their_history_and_accept_drafts(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     workload = Workload(users=2, sessions=2).scaled(50)
     told: list[agents.Turn] = []
     run = asyncio.run(agents.run(Endpoint(f"{server.url}/v1", ""), workload, told.append))

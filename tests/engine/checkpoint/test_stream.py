@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,18 @@ def test_host_memory_stays_below_one_file(tmp_path: Path) -> None:
         save_file({f"w{number}": torch.zeros(count)}, tmp_path / f"{number}.safetensors")
     found = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(found.stdout) * 1024 < count * 4
+
+
+def test_after_a_failure_other_files_are_not_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_BYTES", 64)
+    reads = files(tmp_path)
+    (tmp_path / "0.safetensors").unlink()
+    told: list[tuple[int, int]] = []
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        time.sleep(0.01)
+
+    with pytest.raises(CheckpointError, match=r"0\.safetensors.*cannot be read"):
+        stream(list(reads.values()), tell)
+    assert len(told) < 30, "of some sixty parts"

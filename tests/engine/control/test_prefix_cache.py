@@ -81,3 +81,10 @@ def test_switched_off_nothing_is_kept() -> None:
     assert engine.transfers == []
     # Nor are chunks cut where a snapshot would be due.
     assert [len(row.tokens) for plan in engine.plans for row in plan.rows if row.start == 0] == [60, 60]
+
+
+def test_an_end_counts_as_one_also_where_its_prefill_left_a_snapshot() -> None:
+    engine = Engine(replace(CACHED, state_interval=16))
+    engine.ask("at once", LONG[:32], replace(GREEDY, max_new_tokens=1))
+    (node,) = engine.core.scheduler.cache._tree.leaves
+    assert (node.length, node.snapshot is not None and node.snapshot.is_proven) == (32, True)

@@ -101,6 +101,21 @@ def test_a_long_text_is_not_decoded_from_its_beginning_at_each_token() -> None:
     for token in ("abc é 😀" * 50).encode():
         detokenizer.push(token)
     assert max(lengths) <= 8
+    lengths.clear()
+    for token in (*[END] * 50, ord("a"), *[END] * 50):
+        detokenizer.push(token)
+    assert max(lengths) <= 8, "a run of tokens without text is not kept either"
+    fresh = Detokenizer(Counting())
+    assert [fresh.push(token) for token in (*[END] * 50, *b" a")] == [*[""] * 50, " ", "a"]
+    assert max(lengths) <= 8
+
+
+@pytest.mark.parametrize("start", [(), (END,), (END, END), (ord(" "),), (ord(" "), END), (END, ord(" "), END)])
+def test_tokens_without_text_change_nothing_of_what_follows(start: tuple[int, ...]) -> None:
+    ids = [*start, *b" a", END, END, *b" b"]
+    detokenizer = Detokenizer(ByteFallbackTokenizer())
+    pieces = [detokenizer.push(token) for token in ids]
+    assert "".join(pieces) + detokenizer.flush() == ByteFallbackTokenizer().decode(ids)
 
 
 @settings(deadline=None)

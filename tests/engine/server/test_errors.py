@@ -4,8 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.engine.server.running import MODEL, RunningServer
+from tokenspeed_engine.server.schema import ChatRequest
 
 COMPLETION = {"model": MODEL, "prompt": "a", "max_tokens": 1}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -79,6 +81,14 @@ CHATS: list[Case] = [
         "missing_required_parameter",
         "tool_calls[0].id",
     ),
+    (
+        _chat_of(
+            {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[" * 9000}}]}
+        ),
+        "messages[0].tool_calls[0].function.arguments",
+        "invalid_type",
+        "holds a JSON object",
+    ),
     (_chat_of({"role": "assistant", "content": None, "tool_calls": []}), "messages[0].content", "invalid_type", "null"),
     ({"timeout": 0}, "timeout", "invalid_value", "greater than 0"),
     ({"prompt": "a"}, "prompt", "unknown_parameter", "Unknown parameter"),
@@ -121,6 +131,24 @@ def test_bodies_that_are_no_json_object(server: RunningServer, body: bytes) -> N
 def test_a_body_larger_than_the_limit(server: RunningServer) -> None:
     body = json.dumps(COMPLETION | {"prompt": "a" * 100_000}).encode()
     _check(server.post("/v1/completions", body), 413, None, "request_too_large", "100000 bytes")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stop_token_ids": [""] * 1000},
+        {"messages": [0] * 1000},
+        {"tools": [0] * 1000},
+        {f"unknown {i}": 0 for i in range(1000)},
+        _chat_of({"role": "user", "content": "a"} | {f"unknown {i}": 0 for i in range(1000)}),
+        _chat_of({"role": "assistant", "tool_calls": [0] * 1000}),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_of_many_problems_one_is_worked_out(change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(CHAT | change)
+    assert found.value.error_count() == 1
 
 
 @pytest.mark.parametrize("field", ["model", "prompt"])

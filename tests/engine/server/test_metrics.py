@@ -57,6 +57,26 @@ def test_gauges_show_what_a_running_request_holds(server: RunningServer) -> None
     wait_until(server.is_free)
 
 
+def test_the_engines_totals_are_shown(server: RunningServer) -> None:
+    names = {
+        "steps_total": "steps",
+        "draft_steps_total": "draft_steps",
+        "drafts_proposed_total": "drafts_proposed",
+        "drafts_accepted_total": "drafts_accepted",
+        "preemptions_total": "preemptions",
+        "snapshots_saved_total": "snapshots_saved",
+        "snapshots_offloaded_total": "snapshots_offloaded",
+        'cached_tokens_total{state="device"}': "cached_tokens_device",
+        'cached_tokens_total{state="host"}': "cached_tokens_host",
+    }
+    steps = server.metric("tokenspeed_steps_total")
+    server.post("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})
+    wait_until(server.is_free)
+    assert server.metric("tokenspeed_steps_total") > steps
+    for name, field in names.items():
+        assert server.metric(f"tokenspeed_{name}") == getattr(server.engine.stats.counters, field), name
+
+
 def test_a_stream_is_events_and_then_done(server: RunningServer) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
     *chunks, done = server.events("/v1/chat/completions", body | {"ignore_eos": True})

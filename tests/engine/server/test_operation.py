@@ -1,7 +1,10 @@
 """What an operator can set: a key, how much at once, how long."""
 
+import asyncio
 import threading
 import time
+import urllib.error
+import urllib.request
 from typing import Any
 
 import openai
@@ -9,8 +12,14 @@ import pytest
 
 from tests.engine.server.running import MODEL, RunningServer, wait_until
 from tokenspeed_engine.async_llm import AsyncLLM
+from tokenspeed_engine.control import SamplingParams
 from tokenspeed_engine.llm import EngineOptions
+from tokenspeed_engine.server.errors import ApiError
+from tokenspeed_engine.server.formats import CompletionFormat
+from tokenspeed_engine.server.load import Load
+from tokenspeed_engine.server.metrics import Metrics
 from tokenspeed_engine.server.options import ServerOptions
+from tokenspeed_engine.server.respond import GenerationResponse
 
 SMALL = EngineOptions(max_batch=2, max_step_tokens=32, max_context=128)
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 100, "ignore_eos": True}
@@ -23,6 +32,13 @@ def test_a_key_is_asked_for_on_every_route_of_the_api() -> None:
             status, answer = running.post_with_key("/v1/completions", LONG | {"max_tokens": 1}, key)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), key
         assert running.get("/v1/models")[0] == 401
+        for header, wanted in (("secret", 401), ("Basic secret", 401), ("bearer secret", 200)):
+            request = urllib.request.Request(f"{running.url}/v1/models", headers={"authorization": header})
+            try:
+                status = urllib.request.urlopen(request, timeout=60).status
+            except urllib.error.HTTPError as error:
+                status = error.code
+            assert status == wanted, header
         assert running.get("/health")[0] == running.get("/metrics")[0] == 200
         with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret", max_retries=0) as client:
             assert client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices
@@ -69,6 +85,53 @@ def test_a_request_is_given_up_at_its_timeout(stream: bool) -> None:
         assert running.metric('tokenspeed_requests_total{outcome="timeout"}') == 1
     finally:
         running.close()
+
+
+def test_a_client_that_does_not_read_holds_nothing_past_its_timeout() -> None:
+    async def answer() -> None:
+        async with AsyncLLM(None, SMALL) as engine:
+            load, format = Load(1), CompletionFormat(MODEL, engine.tokenizer, False, False)
+            params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+            response = GenerationResponse(
+                engine, Metrics(engine), [([5], params)], 1, format, True, time.perf_counter(), load, timeout=0.3
+            )
+            stuck, gone = asyncio.Event(), asyncio.Event()
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.body":
+                    stuck.set()
+                    await asyncio.Event().wait()
+
+            async def receive() -> Any:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            answering = asyncio.ensure_future(response({"type": "http"}, receive, send))
+            await asyncio.wait_for(stuck.wait(), 20)
+            with pytest.raises(ApiError):
+                load.check(1)
+            async with asyncio.timeout(20):
+                while load._held or engine.stats.num_running:
+                    await asyncio.sleep(0.01)
+            assert not answering.done()
+            gone.set()
+            await answering
+
+    asyncio.run(answer())
+
+
+def test_time_spent_before_the_engine_counts_towards_the_timeout() -> None:
+    async def deadline() -> float:
+        async with AsyncLLM(None, SMALL) as engine:
+            format = CompletionFormat(MODEL, engine.tokenizer, False, False)
+            started = time.perf_counter() - 5
+            response = GenerationResponse(
+                engine, Metrics(engine), [([5], SamplingParams())], 1, format, True, started, Load(None), timeout=60
+            )
+            assert response._deadline is not None
+            return response._deadline - asyncio.get_running_loop().time()
+
+    assert 54 < asyncio.run(deadline()) <= 55
 
 
 def test_bad_options_are_named() -> None:

@@ -58,6 +58,7 @@ def test_text_goes_out_as_soon_as_no_tag_can_follow() -> None:
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
         ("<|im_start|>assistant\n", False),
         ("<think>x</think> again <think>", True),
+        ("<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
     ],
 )
 def test_the_prompt_says_where_an_answer_starts(prompt: str, opens: bool) -> None:

@@ -90,6 +90,40 @@ def test_a_text_in_one_piece(text: str, said: str, calls: list[tuple[str, dict[s
     assert parse([text]) == (said, calls)
 
 
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "[1e999]", '{"a": "\\ud83d"}', '{"\\ud83d": 1}', "[" * 100_000, "9" * 5000]
+)
+def test_what_no_json_can_hold_stays_text(value: str) -> None:
+    _, calls = parse([call("search", tags=value)])
+    assert calls == [("search", {"tags": value})]
+    json.dumps(calls, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": None},
+        {"properties": [1]},
+        {"properties": {"x": None}},
+        {"properties": {"x": {"type": 5}}},
+        {"properties": {"x": {"type": None, "anyOf": None, "oneOf": 3}}},
+        {"properties": {"x": {"type": [["integer"]]}}},
+    ],
+)
+def test_a_schema_that_is_none_says_nothing(parameters: dict[str, Any]) -> None:
+    parser = ToolCallParser([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert parser.push(call("f", x="1"))[1:] == [Arguments(0, '{"x": "1"'), Arguments(0, "}")]
+
+
+def test_a_long_value_is_not_held_in_the_text_that_is_searched() -> None:
+    parser = ToolCallParser(TOOLS)
+    parser.push("<function=search><parameter=query>")
+    for _ in range(100):
+        assert parser.push("word < ") == []
+        assert len(parser._text) < 20
+    assert parser.push("</parameter>") == [Arguments(0, json.dumps({"query": "word < " * 100})[:-1])]
+
+
 @given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 160), max_size=8))
 def test_cuts_change_nothing(case: tuple[str, str, list[tuple[str, dict[str, Any]]]], cuts: list[int]) -> None:
     text, said, calls = case

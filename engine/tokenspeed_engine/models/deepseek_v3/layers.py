@@ -9,6 +9,7 @@ from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
 from tokenspeed_engine.models.deepseek_v3.moe import MixtureOfExperts, Mlp
 from tokenspeed_engine.models.deepseek_v3.rotary import Rotary
 from tokenspeed_engine.models.deepseek_v3.step import Step
+from tokenspeed_engine.parallel.ranks import Ranks
 from tokenspeed_kernels.norm import add_rms_norm, rms_norm
 
 
@@ -27,9 +28,10 @@ class Norm:
 
 
 class Layer:
-    """Layer number `layer`, from 0."""
+    """Layer number `layer`, from 0. `config`: of the rank's share."""
 
-    def __init__(self, config: DeepseekV3Config, weights: Weights, layer: int, rotary: Rotary) -> None:
+    def __init__(self, config: DeepseekV3Config, weights: Weights, layer: int, rotary: Rotary, ranks: Ranks) -> None:
+        self.ranks = ranks
         prefix = f"layers.{layer}."
         self.input_norm = Norm(weights[f"{prefix}input_layernorm"], config.rms_norm_eps)
         self.attention = LatentAttention(config, weights, layer, rotary)
@@ -37,10 +39,10 @@ class Layer:
         self.mlp: Mlp | MixtureOfExperts = (
             Mlp(weights, f"{prefix}mlp.")
             if config.is_dense(layer)
-            else MixtureOfExperts(config, weights, f"{prefix}mlp.")
+            else MixtureOfExperts(config, weights, f"{prefix}mlp.", ranks)
         )
 
     def __call__(self, residual: Tensor, output: Tensor | None, step: Step, caches: Caches) -> Tensor:
         """Takes the output of the layer before, not yet in the residual, and returns its own, likewise."""
-        attended = self.attention(self.input_norm(residual, output), step, caches)
-        return self.mlp(self.post_attention_norm(residual, attended))
+        attended = self.ranks.sum(self.attention(self.input_norm(residual, output), step, caches))
+        return self.ranks.sum(self.mlp(self.post_attention_norm(residual, attended)))

@@ -10,7 +10,7 @@ from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.models.deepseek_v3.config import DeepseekV3Config
 from tokenspeed_engine.models.experts import Experts
 from tokenspeed_engine.models.linear import loaded
-from tokenspeed_engine.parallel.ranks import ALONE, Ranks
+from tokenspeed_engine.parallel.ranks import Ranks
 from tokenspeed_kernels.linear import linear
 from tokenspeed_kernels.moe import moe_route_grouped, silu_mul
 
@@ -30,7 +30,7 @@ class Mlp:
 class MixtureOfExperts:
     """A few of many experts, chosen by biased sigmoid scores, plus a shared MLP that every token goes through."""
 
-    def __init__(self, config: DeepseekV3Config, weights: Weights, prefix: str, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: DeepseekV3Config, weights: Weights, prefix: str, ranks: Ranks) -> None:
         self.top_k, self.groups, self.top_groups = config.num_experts_per_tok, config.n_group, config.topk_group
         self.renormalise, self.scaling = config.norm_topk_prob, config.routed_scaling_factor
         self.router = weights[f"{prefix}gate"]

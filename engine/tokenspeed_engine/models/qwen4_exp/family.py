@@ -4,13 +4,15 @@ Describing a checkpoint takes no torch, so what computes is imported by the meth
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed_engine.checkpoint.plan import WeightPlan
 from tokenspeed_engine.models.families import CacheBytes, CacheSizes
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig, parse_config
+from tokenspeed_engine.models.qwen4_exp.shares import share_of
 from tokenspeed_engine.models.qwen4_exp.weights import weight_plan
+from tokenspeed_engine.parallel.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,7 @@ class Qwen4ExpDescription:
 
     config: Qwen4ExpConfig
     family: str = "qwen4_exp"
+    ranks: Ranks = ALONE
 
     @property
     def context_tokens(self) -> int:
@@ -58,23 +61,27 @@ class Qwen4ExpDescription:
         """The n-gram tables."""
         return tuple(f"layers.{layer_id - 1}.{NGRAM_TABLE}" for layer_id in self.config.ple_layer_ids)
 
+    def on(self, ranks: Ranks) -> "Qwen4ExpDescription":
+        share_of(self.config, ranks)
+        return replace(self, ranks=ranks)
+
     def weight_plan(self, names: Collection[str], draft_head: bool = False) -> WeightPlan:
-        return weight_plan(self.config, names, draft_head)
+        return weight_plan(self.config, names, draft_head, self.ranks)
 
     def build(self, weights: "Weights") -> "Qwen4ExpModel":
         from tokenspeed_engine.models.qwen4_exp.model import Qwen4ExpModel
 
-        return Qwen4ExpModel(self.config, weights)
+        return Qwen4ExpModel(share_of(self.config, self.ranks), weights, self.ranks)
 
     def cache_bytes(self, sizes: CacheSizes, dtype: "torch.dtype") -> CacheBytes:
         from tokenspeed_engine.models.qwen4_exp.caches import cache_bytes
 
-        return cache_bytes(self.config, sizes, dtype)
+        return cache_bytes(share_of(self.config, self.ranks), sizes, dtype)
 
     def allocate_caches(self, sizes: CacheSizes, dtype: "torch.dtype", device: "torch.device") -> "Caches":
         from tokenspeed_engine.models.qwen4_exp.caches import allocate_caches
 
-        return allocate_caches(self.config, sizes, dtype, device)
+        return allocate_caches(share_of(self.config, self.ranks), sizes, dtype, device)
 
 
 def describe(raw: Mapping[str, Any], subject: str) -> Qwen4ExpDescription:

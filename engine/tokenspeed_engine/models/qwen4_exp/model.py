@@ -6,6 +6,7 @@ from torch import Tensor
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.execution.batch import Batch, Settling
 from tokenspeed_engine.models.families import Forward
+from tokenspeed_engine.models.head import OutputHead
 from tokenspeed_engine.models.qwen4_exp.caches import Caches
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.layers import DRAFT_PREFIX, Layer
@@ -13,24 +14,25 @@ from tokenspeed_engine.models.qwen4_exp.lookup import Lookups, LookupStream
 from tokenspeed_engine.models.qwen4_exp.mtp import DraftHead
 from tokenspeed_engine.models.qwen4_exp.residual import Mixer, Streams
 from tokenspeed_engine.models.qwen4_exp.step import make_step
-from tokenspeed_kernels.linear import embedding, linear
+from tokenspeed_engine.parallel.ranks import ALONE, Ranks
+from tokenspeed_kernels.linear import embedding
 
 
 class Qwen4ExpModel:
-    """Weights in the shapes in which the ops take them."""
+    """Weights in the shapes in which the ops take them. `config`: of the rank's share."""
 
-    def __init__(self, config: Qwen4ExpConfig, weights: Weights) -> None:
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, ranks: Ranks = ALONE) -> None:
         self.config = config
         self.embed_tokens = weights["embed_tokens"]
-        self.layers = [Layer(config, weights, layer) for layer in range(config.num_hidden_layers)]
+        self.layers = [Layer(config, weights, layer, ranks) for layer in range(config.num_hidden_layers)]
         self.final_mix = Mixer(config, weights, "hyper_connection_mixer.", injects=False)
-        self.lm_head = self.embed_tokens if config.tie_word_embeddings else weights["lm_head"]
+        self.head = OutputHead(weights, config.vocab_size, config.tie_word_embeddings, ranks)
         self.ngram_blocks = [layer.ngram for layer in self.layers if layer.ngram is not None]
         device = self.embed_tokens.device
         self.lookup_stream = LookupStream(any(block.table.device != device for block in self.ngram_blocks), device)
         self.draft_head: DraftHead | None = None
         if any(name.startswith(DRAFT_PREFIX) for name in weights.tensors):
-            self.draft_head = DraftHead(config, weights, self.embed_tokens, self.lm_head)
+            self.draft_head = DraftHead(config, weights, self.head, ranks)
 
     def forward(self, batch: Batch, caches: Caches) -> Forward:
         """Logits Float32 [R, vocab] after the batch's R sampled tokens; `caches` advance in place.
@@ -66,6 +68,4 @@ class Qwen4ExpModel:
         return self.lookup_stream.run(embedded, look_up)
 
     def _logits(self, streams: Streams) -> Tensor:
-        if streams.count == 0:
-            return self.lm_head.new_empty(0, self.config.vocab_size).float()
-        return linear(streams.mix(self.final_mix), self.lm_head).float()
+        return self.head(streams.mix(self.final_mix)) if streams.count else self.head.nothing()

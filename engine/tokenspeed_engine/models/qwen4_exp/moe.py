@@ -6,7 +6,7 @@ from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.models.experts import Experts
 from tokenspeed_engine.models.linear import loaded
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
-from tokenspeed_engine.parallel.ranks import ALONE, Ranks
+from tokenspeed_engine.parallel.ranks import Ranks
 from tokenspeed_kernels.linear import linear
 from tokenspeed_kernels.moe import moe_route, sigmoid_mul, silu_mul
 
@@ -14,7 +14,7 @@ from tokenspeed_kernels.moe import moe_route, sigmoid_mul, silu_mul
 class MixtureOfExperts:
     """The second sublayer of every layer, a rank's part. `prefix`: of its weights, such as "layers.0.mlp."."""
 
-    def __init__(self, config: Qwen4ExpConfig, weights: Weights, prefix: str, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, prefix: str, ranks: Ranks) -> None:
         self.top_k = config.num_experts_per_tok
         self.renormalise = config.norm_topk_prob
         self.router = weights[f"{prefix}gate"]

@@ -5,28 +5,30 @@ from torch import Tensor
 from tokenspeed_engine.checkpoint.load import Weights
 from tokenspeed_engine.execution.batch import Batch
 from tokenspeed_engine.models.families import Forward
+from tokenspeed_engine.models.head import OutputHead
 from tokenspeed_engine.models.linear import loaded
 from tokenspeed_engine.models.qwen4_exp.caches import Caches
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.layers import DRAFT_PREFIX, Layer
 from tokenspeed_engine.models.qwen4_exp.residual import Mixer, Streams
 from tokenspeed_engine.models.qwen4_exp.step import make_step
-from tokenspeed_kernels.linear import embedding, linear
+from tokenspeed_engine.parallel.ranks import Ranks
+from tokenspeed_kernels.linear import embedding
 from tokenspeed_kernels.norm import rms_norm
 
 
 class DraftHead:
     """Shares the model's embedding and output head. Its caches are those of a layer after the model's last."""
 
-    def __init__(self, config: Qwen4ExpConfig, weights: Weights, embed_tokens: Tensor, lm_head: Tensor) -> None:
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, head: OutputHead, ranks: Ranks) -> None:
         self.eps = config.rms_norm_eps
-        self.embed_tokens = embed_tokens
-        self.lm_head = lm_head
+        self.embed_tokens = weights["embed_tokens"]
+        self.head = head
         self.embedding_norm = weights[f"{DRAFT_PREFIX}pre_fc_norm_embedding"]
         self.embedding_proj = loaded(weights, f"{DRAFT_PREFIX}fc_embedding")
         self.hidden_norm = weights[f"{DRAFT_PREFIX}pre_fc_norm_hidden"]
         self.hidden_proj = loaded(weights, f"{DRAFT_PREFIX}fc_hidden")
-        self.layer = Layer(config, weights, config.num_hidden_layers)
+        self.layer = Layer(config, weights, config.num_hidden_layers, ranks)
         self.final_mix = Mixer(config, weights, f"{DRAFT_PREFIX}hyper_connection_mixer.", injects=False)
 
     def __call__(self, hidden: Tensor, batch: Batch, caches: Caches) -> Forward:
@@ -43,8 +45,8 @@ class DraftHead:
         self.layer(streams, make_step(batch), caches)
         guessed = streams.rows(batch.sampled).settled()
         if guessed.shape[0] == 0:  # all rows are chunks with more to come
-            return Forward(guessed.new_empty(0, self.lm_head.shape[0]).float(), guessed)
-        return Forward(linear(Streams(guessed).mix(self.final_mix), self.lm_head).float(), guessed)
+            return Forward(self.head.nothing(), guessed)
+        return Forward(self.head(Streams(guessed).mix(self.final_mix)), guessed)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, eps=self.eps, zero_centred=True)

@@ -11,6 +11,7 @@ from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
 from tokenspeed_engine.models.qwen4_exp.conv import ShortConvolution
 from tokenspeed_engine.models.qwen4_exp.ngram_hash import ngram_hash
 from tokenspeed_engine.models.qwen4_exp.step import Step
+from tokenspeed_engine.parallel.ranks import Ranks
 from tokenspeed_kernels.ngram import ngram_embed
 from tokenspeed_kernels.ngram_block import ngram_gate, ngram_inject
 
@@ -18,15 +19,17 @@ from tokenspeed_kernels.ngram_block import ngram_gate, ngram_inject
 class NgramBlock:
     """The n-gram block of layer `layer`, the `index`-th that the model has."""
 
-    def __init__(self, config: Qwen4ExpConfig, weights: Weights, layer: int, index: int) -> None:
+    def __init__(self, config: Qwen4ExpConfig, weights: Weights, layer: int, index: int, ranks: Ranks) -> None:
         prefix = f"layers.{layer}.ple."
         self.layer = layer
+        self.ranks = ranks
         self.eps = config.rms_norm_eps
         self.eos = config.hash_eos_token_id
         self.width = config.ple_embed_dim
         table = f"{prefix}ple_embedding.ngram_embedding"
         self.table, self.scale = weights[table], weights.tensors.get(f"{table}.scale")
         constants = ngram_hash(config, index)
+        self.first_row = ranks.part(constants.rows).start if ranks.size > 1 else None
         self.multipliers, self.moduli, self.offsets = (
             torch.tensor(values, dtype=torch.int64, device=weights["embed_tokens"].device)
             for values in (constants.multipliers, constants.moduli, constants.offsets)
@@ -40,7 +43,7 @@ class NgramBlock:
         self.conv = ShortConvolution(weights[f"{prefix}conv1d"], dilation=config.ngram_size)
 
     def look_up(self, batch: Batch, out: Tensor) -> None:
-        """Fills out [T, width] with the embeddings of the batch's n-grams."""
+        """Fills out [T, width] with the embeddings of the batch's n-grams; those of other ranks' rows are zero."""
         ngram_embed(
             batch.ids,
             batch.context,
@@ -52,13 +55,14 @@ class NgramBlock:
             self.scale,
             eos=self.eos,
             dtype=out.dtype,
+            first_row=self.first_row,
             out=out,
         )
 
     def __call__(self, x: Tensor, step: Step, caches: Caches) -> None:
         """Adds to the streams x [T, streams, hidden] in place; the layer's history advances."""
         assert step.lookups is not None  # a model with such blocks looks up first
-        embedded = step.lookups.take(self.layer)
+        embedded = self.ranks.sum(step.lookups.take(self.layer))
         key = self.key_proj(embedded).view(x.shape)
         value = self.value_proj(embedded)
         gated, conv_input = ngram_gate(x, key, value, self.norm_key, self.norm_query, self.norm_conv, eps=self.eps)

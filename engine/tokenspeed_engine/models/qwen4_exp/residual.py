@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from tokenspeed_engine.checkpoint.load import Weights
+from tokenspeed_engine.models.linear import quantised_rows
 from tokenspeed_engine.models.qwen4_exp.config import Qwen4ExpConfig
-from tokenspeed_kernels.quantise import to_fp8_rows
 from tokenspeed_kernels.residual import residual_inject, residual_inject_mix, residual_mix
 
 
@@ -19,7 +19,7 @@ class Mixer:
         self.down_scale: Tensor | None = None
         self.up_scale: Tensor | None = None
         if weights.quantise:
-            (down, self.down_scale), (up, self.up_scale) = to_fp8_rows(down), to_fp8_rows(up)
+            (down, self.down_scale), (up, self.up_scale) = quantised_rows(down), quantised_rows(up)
         self.weights = (norm.view(config.hc_count, config.hidden_size), down, up, inject)
 
 
