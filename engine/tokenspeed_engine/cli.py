@@ -137,7 +137,7 @@ def serve(
     max_requests: Annotated[int | None, typer.Option(help="Requests at once; those beyond get 503.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds until a request is given up.")] = None,
     reasoning_parser: Annotated[str | None, typer.Option(help="qwen3: reasoning in its own field.")] = None,
-    tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls.")] = "qwen3_coder",
+    tool_call_parser: Annotated[str, typer.Option(help="Format of tool calls, or none.")] = "qwen3_coder",
 ) -> None:
     """Serve OpenAI's HTTP API: /v1/models, /v1/completions, /v1/chat/completions; /health and /metrics."""
     try:
@@ -171,7 +171,7 @@ def serve(
         max_requests=max_requests,
         timeout=timeout,
         reasoning=cast(server.ReasoningFormat | None, reasoning_parser),
-        tool_calls=cast(server.ToolFormat, tool_call_parser),
+        tool_calls=None if tool_call_parser == "none" else cast(server.ToolFormat, tool_call_parser),
     )
     run.serve(model, options, host, port, served_model_name, drain_seconds, served)
 

@@ -144,16 +144,17 @@ class EngineThread:
             self._receivers.pop(request_id, None)
             try:
                 self._core.abort(request_id)
-            except Exception:
+            except BaseException:
                 logger.exception("request %s could not be ended; its pages and slot are lost", request_id)
                 self._broken = True
 
     def _step(self) -> None:
         try:
             outputs = self._core.step(self._take_commands)
-        except Exception as error:
+        except BaseException as error:
             # The executor's own failures end as outputs. This is one of the control plane: the requests are given up,
-            # and with them all that they hold, which leaves a core that works.
+            # and with them all that they hold, which leaves a core that works. A panic in a library's Rust, a
+            # tokenizer's say, is no `Exception`; it must not end the thread, or nobody would be answered any more.
             logger.exception("a step failed outside the executor")
             self._broken = not self._receivers  # nothing left to give up, and yet it fails
             self._fail_all(EngineStepError(f"{type(error).__name__}: {error}"))

@@ -1,6 +1,7 @@
 """The small model that ships with the engine, with its features in every combination and under any schedule."""
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -158,4 +159,32 @@ def test_prompts_about_as_long_as_the_drafts(num_drafts: int, buckets: bool) -> 
     whole = Whole(replace(CACHED, num_drafts=num_drafts, buckets=buckets, max_batch=8))
     for count in (num_drafts, num_drafts + 2):
         whole.ask(*(document(length, length) for length in range(1, num_drafts + 4)), count=count)
+    whole.check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stop_strings_that_complete_at_every_token_of_a_block_of_drafts(overlap: bool) -> None:
+    """Text and ids are as without drafts, and the next turn goes on from there."""
+    prompt, count = document(0, 49), 12
+    plain = Whole(replace(PLAIN, max_batch=8))
+    (name,) = plain.ask(prompt, count=count)
+    answer = plain.text(name)
+    tokenizer = plain.llm.tokenizer
+    assert tokenizer is not None
+    ends = [len(tokenizer.decode(plain.tokens(name)[: length + 1])) for length in range(count)]
+    candidates = {answer[at : at + 3] for at in range(len(answer) - 2)}
+    # One for each token that a stop string can complete in.
+    stops = list({bisect_left(ends, answer.find(stop) + 3): stop for stop in sorted(candidates)}.values())
+    assert len(stops) > count // 2
+    whole = Whole(replace(CACHED, num_drafts=3, overlap=overlap, max_batch=8, num_pages=200, num_snapshots=50))
+    for engine in (plain, whole):
+        for stop in stops:
+            engine.add(prompt, replace(greedy(count), stop=(stop,)))
+        engine.finish()
+    names = list(whole.asked)
+    for name, stop in zip(names, stops, strict=True):
+        assert whole.text(name) == answer[: answer.find(stop)]
+        assert whole.tokens(name) == plain.tokens(f"r{int(name[1:]) + 1}")
+    turns = whole.ask(*([*whole.whole_text(name), 7, 8] for name in names), count=1)
+    assert all(whole.cached(turn) for turn in turns)
     whole.check()

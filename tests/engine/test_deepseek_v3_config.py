@@ -163,7 +163,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (tiny(num_experts_per_tok=5), "num_experts_per_tok: 5 is more than topk_group groups have, 4"),
     (
         tiny(quantization_config={"quant_method": "fp8"}),
-        "quantization_config.weight_block_size: expected [128, 128], got None",
+        r"quantization_config.weight_block_size: expected \[128, 128\], got None",
     ),
 ]
 

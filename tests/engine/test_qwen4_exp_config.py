@@ -40,7 +40,9 @@ def with_layers(**fields: Any) -> dict[str, Any]:
 def test_reads_what_transformers_reads(fields: dict[str, Any]) -> None:
     theirs = transformers.Qwen4ExpTextConfig(**json.loads(json.dumps(fields))).to_dict()
     ours = parse_config(TEXT | fields)
-    compared = set(Qwen4ExpConfig.model_fields) - {"layer_types", "rope_parameters", "mamba_ssm_dtype"}
+    # transformers does not know of the draft head, and names kinds of layers its own way.
+    other = {"layer_types", "rope_parameters", "mamba_ssm_dtype", "mtp_num_hidden_layers"}
+    compared = set(Qwen4ExpConfig.model_fields) - other
     assert {name: _plain(getattr(ours, name)) for name in compared} == {name: theirs[name] for name in compared}
     kinds = [kind.replace("full_attention", "indexed_attention") for kind in ours.layer_types]
     assert kinds == theirs["layer_types"]
@@ -143,7 +145,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": 97}, r"eos_token_id: \[97\] not in a vocabulary of 97"),
     (
         {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config.weight_block_size: expected [128, 128], got None",
+        r"quantization_config.weight_block_size: expected \[128, 128\], got None",
     ),
 ]
 

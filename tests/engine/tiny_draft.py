@@ -15,9 +15,13 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
 from tests.engine.tiny import hf_model, randomise, tiny_checkpoint
 
 
-@functools.cache
 def draft_checkpoint(variant: str = "default") -> Path:
     """The folder of a variant's checkpoint with a random draft head added. Read only: others use it too."""
+    return _draft_checkpoint(variant)
+
+
+@functools.cache  # which takes a default for another argument than the same one given
+def _draft_checkpoint(variant: str) -> Path:
     source = tiny_checkpoint(variant)
     folder = source.with_name(f"{source.name}-draft")
     shutil.copytree(source, folder)

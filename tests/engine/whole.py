@@ -139,6 +139,9 @@ class Whole:
     def logprobs(self, name: str) -> list[float]:
         return [entry.logprob for output in self._outputs[name] for entry in output.logprobs]
 
+    def text(self, name: str) -> str:
+        return "".join(output.text for output in self._outputs[name])
+
     def whole_text(self, name: str) -> list[int]:
         """Prompt and answer so far."""
         return [*self.asked[name][0], *self.tokens(name)]
@@ -150,9 +153,10 @@ class Whole:
         """Everything that was said, also by requests that were left early."""
         for name, (prompt, params) in self.asked.items():
             last = self._outputs[name][-1]
-            assert last.finish_reason in ("length", "abort"), (name, last)
+            assert last.finish_reason in ("length", "abort", *["stop"] * bool(params.stop)), (name, last)
             tokens = self.tokens(name)
-            assert len(tokens) == params.max_new_tokens or last.finish_reason == "abort"
+            assert len(tokens) == params.max_new_tokens or last.finish_reason != "length"
+            assert last.usage.completion_tokens == len(tokens)
             if tokens:
                 self._compare(name, prompt, tokens, params)
 

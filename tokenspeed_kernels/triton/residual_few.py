@@ -74,6 +74,8 @@ def _up(
         b_x = injected(b_x, b_y[:, None, :], share[:, :, None], True)
     else:
         b_x = b_x.to(tl.float32)
+    if INJECTED:
+        tl.debug_barrier()  # the compiler may load x once more, for other warps than those that store it below
     if PDL:
         gdc_wait()
 

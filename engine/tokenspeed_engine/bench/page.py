@@ -77,10 +77,10 @@ def pictures(run: Run) -> str:
         figure = Figure(figsize=(11, 7), layout="constrained")
         (first, rate), (between, flow) = figure.subplots(2, 2)
         _by_turn(first, done, [(summary.ttft(turn) or 0.0) * 1e3 for turn in done], "time to first token, ms")
-        # The first turn takes many times as long as the others.
-        first.set_yscale("log")
-        first.autoscale(axis="y")
-        _plain_logarithm(first.yaxis)
+        if done:  # the first turn takes many times as long as the others; without any there is no logarithm
+            first.set_yscale("log")
+            first.autoscale(axis="y")
+            _plain_logarithm(first.yaxis)
         rates = [turn for turn in done if summary.user_rate(turn) is not None]
         _by_turn(rate, rates, [summary.user_rate(turn) or 0.0 for turn in rates], "tokens a second of one user")
         _spread(between, [gap * 1e3 for turn in done for gap in summary.gaps(turn)])

@@ -62,7 +62,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise fail(f"cannot be read: {error.strerror or error}") from error
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise fail(f"malformed header: {error}") from error
     if not isinstance(entries, dict):
         raise fail("malformed header: not a JSON object")

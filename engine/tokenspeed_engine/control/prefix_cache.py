@@ -95,6 +95,17 @@ class PrefixCache:
         self.snapshots.put(node.snapshot, copy.slot)
         copy.release()
 
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Drop what is known along a sequence that came to nothing: a request that goes on from it may fail as well.
+
+        Pages that other sequences begin with too stay for them.
+        """
+        for node in reversed(list(self._tree.along(tokens))):
+            if node in self._tree.leaves:
+                self._evict(node)
+            elif node.snapshot is not None:
+                self.snapshots.lose(node.snapshot)
+
     def take_transfers(self) -> tuple[Transfer, ...]:
         """What must run before the rows of the plan that is being made."""
         transfers = tuple(self._transfers)

@@ -104,6 +104,16 @@ class RadixTree:
             node = child
         return node
 
+    def along(self, tokens: Sequence[int]) -> Iterator[Node]:
+        """All nodes whose sequences tokens begin with, shortest first."""
+        for node in self._descend(tokens, len(tokens)):
+            if node.parent is not None:
+                yield node
+            if node.num_tails:
+                rest = tuple(tokens[node.length : node.length + self._page_size - 1])
+                tails = (node.children.get(rest[:length]) for length in range(1, len(rest) + 1))
+                yield from (tail for tail in tails if tail is not None)
+
     def remove(self, leaf: Node) -> None:
         """Take a leaf away, and those above it that are of no use without it."""
         self._cut(leaf)

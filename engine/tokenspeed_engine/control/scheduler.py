@@ -116,7 +116,10 @@ class Scheduler:
             return self._waiting.remove(request_id).finish(reason, error)
         state = self._running.pop(request_id)
         self._ahead.discard(request_id)
-        self._publish(state)
+        if reason == "error":
+            self.cache.forget(state.tokens.span(0, state.computed))
+        else:
+            self._publish(state)
         self._in_flight.discard(request_id)
         return state.finish(reason, error)
 

@@ -94,8 +94,9 @@ def test_malformed_header(file: Path, change: Callable[[dict[str, Any]], object]
         pass
 
 
-def test_header_that_is_no_json(file: Path) -> None:
-    file.write_bytes(struct.pack("<Q", 5) + b"{'a':")
+@pytest.mark.parametrize("text", [b"{'a':", b"[" * 100_000], ids=["quotes", "depth"])
+def test_header_that_is_no_json(file: Path, text: bytes) -> None:
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(CheckpointError, match="malformed header: "):
         read_header(file)
 

@@ -129,6 +129,25 @@ def test_what_failed_is_not_cached() -> None:
     assert engine.cached("same") == 0
 
 
+@pytest.mark.parametrize("config", [CACHED, STATELESS], ids=["state", "no state"])
+def test_what_a_failed_request_left_on_its_way_or_went_on_from_is_not_reused(config: ControlConfig) -> None:
+    engine = Engine(replace(config, state_interval=24, max_step_tokens=24))
+    other = [*LONG[:20], VOCAB - 1, 1]
+    answer = engine.ask("other", other)
+    for name in ("first", "again"):
+        engine.add(name, LONG[:100])
+        engine.step()
+        engine.step()
+        engine.executor.broken.add(name)
+        engine.finish()
+        assert engine.last(name).finish_reason == "error"
+    engine.ask("same", LONG[:100])
+    # Without state, what another sequence begins with too stays.
+    assert engine.cached("same") == (0 if config.has_state else 20)
+    engine.ask("next", [*other, *answer, 1])
+    assert engine.cached("next") == len(other) + len(answer) - 1, "other ends stay"
+
+
 class Planted(Exception):
     pass
 

@@ -145,6 +145,22 @@ def test_a_control_plane_that_raises_ends_its_requests_and_the_thread_goes_on(
     engine.thread.close()
 
 
+@pytest.mark.parametrize("owner", ["executor", "scheduler"])
+def test_what_is_no_exception_does_not_end_the_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    inbox = Inbox()
+    place, name = (engine.gate, "submit") if owner == "executor" else (engine.core.scheduler, "accept")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, _panic)
+        engine.thread.submit([new("a", 5)], inbox)
+        assert isinstance(inbox.next(), Admitted)
+        assert isinstance(inbox.next(), EngineStepError)
+        wait_until(engine.is_free)
+    engine.check_serves()
+    engine.thread.close()
+
+
 def test_a_core_that_cannot_even_give_up_is_unhealthy_and_answers(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +204,14 @@ def test_close_tells_those_who_wait_and_refuses_those_who_come(engine: Engine) -
     assert not engine.thread.healthy
     with pytest.raises(EngineClosedError):
         engine.thread.submit([new("b", 1)], inbox)
+
+
+class Panic(BaseException):
+    pass
+
+
+def _panic(*arguments: object) -> None:
+    raise Panic("planted")
 
 
 def _raise(*arguments: object) -> None:

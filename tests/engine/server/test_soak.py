@@ -15,6 +15,7 @@ import pytest
 from tests.engine.server.process import MODEL, Answer, Leaving, ServerProcess, ask, exchange, free_port, serving
 from tests.engine.whole import NEAR_TIE, document
 from tokenspeed_engine import LLM, EngineOptions, SamplingParams
+from tokenspeed_engine.server.load import RETRY_SECONDS
 
 OPTIONS = (
     *("--max-context", "256", "--max-batch", "6", "--max-step-tokens", "64", "--num-drafts", "2"),
@@ -26,6 +27,8 @@ CLIENTS = 16
 MOST_TOKENS = 12
 PATIENCE = 120
 """Seconds for a request; one that takes longer is taken for lost."""
+HALF = 1000
+"""Requests of the long soak, after which memory is looked at; twice."""
 
 MALFORMED: Sequence[tuple[bytes, int]] = (
     (b"", 400),
@@ -85,8 +88,7 @@ class Load:
 
         async def client() -> None:
             for _ in todo:
-                async with asyncio.timeout(PATIENCE):
-                    await self._one()
+                await self._one()
 
         async with asyncio.TaskGroup() as group:
             for _ in range(CLIENTS):
@@ -109,16 +111,20 @@ class Load:
         body = {"model": MODEL, "prompt": chosen.prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         return body | changes
 
+    async def _ask(self, path: str, body: bytes | dict[str, Any], leaving: Leaving | None = None) -> Answer:
+        async with asyncio.timeout(PATIENCE):
+            return await ask(self.port, path, body, leaving)
+
     async def _patient(self, path: str, body: bytes | dict[str, Any]) -> Answer:
         """The answer of a client that comes again while the server is busy."""
         while True:
-            answer = await ask(self.port, path, body)
+            answer = await self._ask(path, body)
             assert answer.finished, answer
             if answer.status != 503:
                 return answer
             assert answer.json["error"]["code"] == "overloaded"
             self.counts["busy"] += 1
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _served(self, path: str, body: dict[str, Any]) -> Answer:
         answer = await self._patient(path, body)
@@ -157,7 +163,7 @@ class Load:
     async def _leave(self) -> None:
         leaving = self.draw.choice(get_args(Leaving))
         body = self._body(self.draw.choice(self.steady), stream=True, max_tokens=self.draw.randint(4, 60))
-        answer = await ask(self.port, "/v1/completions", body, leaving)
+        answer = await self._ask("/v1/completions", body, leaving)
         assert not answer.finished
         self.counts[leaving] += 1
 
@@ -174,7 +180,7 @@ class Load:
     async def _hurry(self) -> None:
         stream = self.draw.random() < 0.5
         body = self._body(self.draw.choice(self.steady), max_tokens=100, timeout=0.02, stream=stream)
-        answer = await ask(self.port, "/v1/completions", body)
+        answer = await self._ask("/v1/completions", body)
         assert answer.finished
         if answer.status == 503:
             self.counts["busy"] += 1
@@ -224,7 +230,7 @@ def test_two_thousand_requests(tmp_path: Path) -> None:
         load = Load(server.port, steady, random.Random(2))
         sizes = []
         for _ in range(2):
-            asyncio.run(load.run(1000))
+            asyncio.run(load.run(HALF))
             totals = server.wait_until_free()
             sizes.append(server.resident_bytes())
         assert sizes[1] - sizes[0] < 16 * 1024**2, sizes
