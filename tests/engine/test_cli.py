@@ -36,7 +36,8 @@ def test_the_embedded_model_completes_python() -> None:
     result = run("demo", "--max-new-tokens", "12")
     assert result.returncode == 0, result.stderr
     assert "self.items.append(item)" in result.stdout
-    assert "torch.gdn_decode" in result.stdout
+    assert "torch.gdn_verify_replay" in result.stdout
+    assert "tokens accepted a step" in result.stdout
 
 
 @pytest.mark.parametrize(

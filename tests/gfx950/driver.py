@@ -24,9 +24,12 @@ NUMBERS = {
 
 
 @contextmanager
-def emulated() -> Iterator[list[int]]:
-    """Triton launches in the block run in the emulator; yields the list of their instruction counts."""
-    stand_in = _Driver()
+def emulated(last_first: bool = False) -> Iterator[list[int]]:
+    """Triton launches in the block run in the emulator; yields the list of their instruction counts.
+
+    `last_first`: the order in which a workgroup's waves take their turns.
+    """
+    stand_in = _Driver(last_first)
     before = driver._active
     driver.set_active(stand_in)
     try:
@@ -48,8 +51,9 @@ class _Utils:
 
 
 class _Driver(DriverBase):  # type: ignore[misc]
-    def __init__(self) -> None:
+    def __init__(self, last_first: bool) -> None:
         self.utils = _Utils()
+        self._last_first = last_first
         self.counts: list[int] = []
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
@@ -72,7 +76,8 @@ class _Driver(DriverBase):  # type: ignore[misc]
             storages = (value.untyped_storage() for _, value in pairs if isinstance(value, torch.Tensor))
             bounds.set([(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages])
             threads = metadata.num_warps * WARP
-            self.counts.append(execute(code, (x, y, z), threads, _segment(pairs), metadata.shared))
+            count = execute(code, (x, y, z), threads, _segment(pairs), metadata.shared, self._last_first)
+            self.counts.append(count)
 
         return launch
 

@@ -2,7 +2,8 @@
 
 Most instructions are decoded and compiled by tinygrad's CDNA emulator (a checkout named by TINYGRAD_DIR); those that it
 lacks or gets wrong for gfx950 are overridden by numpy functions beside this file. Workgroups run one after another,
-their waves in turn from barrier to barrier: timing, missing waits and most races do not show.
+their waves in turn from barrier to barrier, first to last or last to first: a race between waves shows in one of the
+two orders, as a rule; timing and missing waits do not show.
 """
 
 import ctypes
@@ -67,11 +68,13 @@ def tinygrad() -> Any:
     return emulator
 
 
-def execute(code: CodeObject, grid: tuple[int, int, int], threads: int, arguments: bytes, lds_bytes: int) -> int:
+def execute(
+    code: CodeObject, grid: tuple[int, int, int], threads: int, arguments: bytes, lds_bytes: int, last_first: bool
+) -> int:
     """Runs every workgroup of a launch; returns how many wave instructions that took.
 
-    `arguments`: the kernel's argument segment. Raises `RuntimeError` for accesses outside the tensors of
-    `buffer.bounds` and for code that does not end.
+    `arguments`: the kernel's argument segment. `last_first`: the order of a workgroup's waves. Raises `RuntimeError`
+    for accesses outside the tensors of `buffer.bounds` and for code that does not end.
     """
     lds_bytes = max(lds_bytes, code.static_lds, 4)
     if lds_bytes > LDS_LIMIT:
@@ -82,7 +85,7 @@ def execute(code: CodeObject, grid: tuple[int, int, int], threads: int, argument
     program = _Program(code)
     executed = 0
     for z, y, x in itertools.product(range(grid[2]), range(grid[1]), range(grid[0])):
-        executed += _workgroup(program, (x, y, z), grid, threads, segment, lds_bytes)
+        executed += _workgroup(program, (x, y, z), grid, threads, segment, lds_bytes, last_first)
     return executed
 
 
@@ -158,6 +161,7 @@ def _workgroup(
     threads: int,
     segment: Any,
     lds_bytes: int,
+    last_first: bool,
 ) -> int:
     code = program.code
     lds = np.full((lds_bytes + 3) // 4 + 64, POISON, np.uint32)
@@ -167,6 +171,8 @@ def _workgroup(
         _wave(code, first, threads, place, ctypes.addressof(segment), registers, lds, scratch)
         for first in range(0, threads, 64)
     ]
+    if last_first:
+        waves.reverse()
     executed = 0
     while not all(wave.done for wave in waves):
         for wave in waves:

@@ -38,12 +38,13 @@ def test_machine_code_conforms(name: str) -> None:
 
     (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
     contract, platform = default_registry.contract(kernel.op), known_platform("gfx950")
-    with emulated() as counts, planned_for(platform):
-        report = check_kernel(
-            contract, kernel, torch.device("cpu"), interpretable_cases(contract, CASES), platform=platform
-        )
-    assert report.ok, report.failures
-    assert counts, "nothing was launched"
+    for last_first in (True, False):
+        with emulated(last_first) as counts, planned_for(platform):
+            report = check_kernel(
+                contract, kernel, torch.device("cpu"), interpretable_cases(contract, CASES), platform=platform
+            )
+        assert report.ok, f"waves {'last' if last_first else 'first'} to go first: {report.failures}"
+        assert counts, "nothing was launched"
     if EVIDENCE is not None:
         facts = {**facts_now(), "cases": report.cases, "refused": report.refused, "wave_instructions": sum(counts)}
         facts |= {"worst_error": report.worst.error, "tolerance": report.worst.tolerance}
