@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,18 +25,26 @@ NUMBERS = {
 
 
 @contextmanager
-def emulated(last_first: bool = False) -> Iterator[list[int]]:
-    """Triton launches in the block run in the emulator; yields the list of their instruction counts.
-
-    `last_first`: the order in which a workgroup's waves take their turns.
-    """
-    stand_in = _Driver(last_first)
+def emulated() -> Iterator["Emulated"]:
+    """Triton launches in the block run in the emulator."""
+    stand_in = _Driver()
     before = driver._active
     driver.set_active(stand_in)
     try:
-        yield stand_in.counts
+        yield stand_in.emulated
     finally:
         driver._active = before
+
+
+@dataclass
+class Emulated:
+    """What runs in the emulator. `counts`: instructions of each launch so far.
+
+    `last_first`: the order in which the waves of workgroups take their turns, for the launches to come.
+    """
+
+    counts: list[int] = field(default_factory=list)
+    last_first: bool = False
 
 
 class _Utils:
@@ -51,10 +60,9 @@ class _Utils:
 
 
 class _Driver(DriverBase):  # type: ignore[misc]
-    def __init__(self, last_first: bool) -> None:
+    def __init__(self) -> None:
         self.utils = _Utils()
-        self._last_first = last_first
-        self.counts: list[int] = []
+        self.emulated = Emulated()
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         kinds = list(source.signature.values())
@@ -76,8 +84,8 @@ class _Driver(DriverBase):  # type: ignore[misc]
             storages = (value.untyped_storage() for _, value in pairs if isinstance(value, torch.Tensor))
             bounds.set([(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages])
             threads = metadata.num_warps * WARP
-            count = execute(code, (x, y, z), threads, _segment(pairs), metadata.shared, self._last_first)
-            self.counts.append(count)
+            count = execute(code, (x, y, z), threads, _segment(pairs), metadata.shared, self.emulated.last_first)
+            self.emulated.counts.append(count)
 
         return launch
 

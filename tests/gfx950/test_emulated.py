@@ -38,15 +38,15 @@ def test_machine_code_conforms(name: str) -> None:
 
     (kernel,) = (kernel for kernel in default_registry.kernels() if kernel.name == name)
     contract, platform = default_registry.contract(kernel.op), known_platform("gfx950")
-    for last_first in (True, False):
-        with emulated(last_first) as counts, planned_for(platform):
-            report = check_kernel(
-                contract, kernel, torch.device("cpu"), interpretable_cases(contract, CASES), platform=platform
-            )
-        assert report.ok, f"waves {'last' if last_first else 'first'} to go first: {report.failures}"
-        assert counts, "nothing was launched"
+    cases = interpretable_cases(contract, CASES)
+    with emulated() as run, planned_for(platform):
+        for run.last_first in (True, False):
+            run.counts.clear()
+            report = check_kernel(contract, kernel, torch.device("cpu"), cases, platform=platform)
+            assert report.ok, f"with {'last' if run.last_first else 'first'} waves first: {report.failures}"
+            assert run.counts, "nothing was launched"
     if EVIDENCE is not None:
-        facts = {**facts_now(), "cases": report.cases, "refused": report.refused, "wave_instructions": sum(counts)}
+        facts = {**facts_now(), "cases": report.cases, "refused": report.refused, "wave_instructions": sum(run.counts)}
         facts |= {"worst_error": report.worst.error, "tolerance": report.worst.tolerance}
         found = Record(name, kernel.source_hash, "gfx950", compiler_version(kernel))
         write_record(Path(EVIDENCE), replace(found, proofs={Level.EMULATED: facts}))
