@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -54,7 +54,7 @@ def agentic(
     except ModuleNotFoundError as error:
         if error.name not in ("httpx2", "matplotlib", "prometheus_client"):
             raise
-        _refuse(f"bench agentic needs {error.name}: pip install 'tokenspeed-kernels[bench,server]'")
+        raise ValueError(f"bench agentic needs {error.name}: pip install 'tokenspeed-kernels[bench,server]'") from error
     workload = Workload(users, sessions or users, *turns, first_tokens, turn_tokens, output_tokens, seed).scaled(scale)
     endpoint = client.Endpoint(url.rstrip("/"), model, api_key, {"ignore_eos": True} if ignore_eos else {})
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line a request would break the progress bar
@@ -63,7 +63,7 @@ def agentic(
         try:
             run = asyncio.run(agents.run(endpoint, workload, lambda turn: progress.advance(task)))
         except (httpx2.HTTPError, ValueError) as error:
-            _refuse(f"{url}: {error}")
+            raise ValueError(f"{url}: {error}") from error
     found: dict[str, Any] = {
         "model": run.model,
         "url": url,
@@ -97,8 +97,3 @@ def _show(found: dict[str, Any], lines: list[tuple[str, str]]) -> None:
     for name, value in lines:
         table.add_row(name, value)
     Console().print(table)
-
-
-def _refuse(message: str) -> NoReturn:
-    print(f"tokenspeed-engine: {message}", file=sys.stderr)
-    sys.exit(2)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tokenspeed_engine.bench.agents import Run, Turn
@@ -86,6 +86,6 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1] if ordered else None
 
 
-def map_known(function: Any, turns: Iterable[Turn]) -> list[float]:
+def map_known(function: Callable[[Turn], float | None], turns: Iterable[Turn]) -> list[float]:
     """What `function` gives for those turns of which it knows something."""
     return [value for turn in turns if (value := function(turn)) is not None]

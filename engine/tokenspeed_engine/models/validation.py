@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from tokenspeed_engine.checkpoint.errors import ConfigError
+from tokenspeed_engine.models.layouts import BLOCK
 
 Config = TypeVar("Config", bound=BaseModel)
 
 
-FP8_BLOCK = 128
 MODELOPT_FORMATS = ("NVFP4", "MIXED_PRECISION")
 
 
@@ -46,7 +46,7 @@ def check_quantisation(fields: Mapping[str, Any], subject: str) -> None:
     method = found.get("quant_method") if isinstance(found, Mapping) else found
     problem = None
     if method == "fp8":
-        if found.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK]:
+        if found.get("weight_block_size") != [BLOCK, BLOCK]:
             problem = f"weight_block_size: expected [128, 128], got {found.get('weight_block_size')!r}"
     elif method in ("modelopt", "modelopt_fp4"):
         if found.get("quant_algo") not in MODELOPT_FORMATS:
