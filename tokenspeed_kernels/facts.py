@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("tokenspeed-kernels", "torch", "triton", "nvidia-cutlass-dsl", "cuda-python", "hip-python", "numpy")
+PACKAGES = (
+    "tokenspeed-kernels",
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "cuda-core",
+    "nvidia-cuda-nvrtc",
+    "hip-python",
+    "numpy",
+)
 
 
 def versions() -> dict[str, str | None]:

@@ -131,7 +131,7 @@ def compiler_version(kernel: Kernel) -> str:
 @cache
 def _installed(compiler: str) -> str:
     """Reads a file, and every selection asks for it."""
-    packages = {"triton": "triton", "cute": "nvidia-cutlass-dsl", "nvrtc": "cuda-python", "hiprtc": "hip-python"}
+    packages = {"triton": "triton", "cute": "nvidia-cutlass-dsl", "nvrtc": "nvidia-cuda-nvrtc", "hiprtc": "hip-python"}
     try:
         return f"{compiler} {'.'.join(version(packages.get(compiler, compiler)).split('.')[:2])}"
     except PackageNotFoundError:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tokenspeed_kernels.triton.device import platform_for
 from tokenspeed_kernels.triton.residual_parts import dims_of, injected, overlapping
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
@@ -41,6 +42,7 @@ def _down(
     TOKENS: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONE_LOAD: tl.constexpr,  # of the weights, of ranks or of gates: their pointers may be chosen between
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -70,8 +72,7 @@ def _down(
     p_norm = norm_ptr + i_stream * HIDDEN + first + o_b[None, :] + o_t[:, None] * 0
     p_w = down_ptr + o_r[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
     p_g = w_inject_ptr + o_g[:, None] * WIDE + i_stream * HIDDEN + first + o_b[None, :]
-    ALIKE: tl.constexpr = down_ptr.dtype.element_ty == w_inject_ptr.dtype.element_ty
-    if ALIKE:
+    if ONE_LOAD:
         p_w, has_rank = tl.where(takes_gates, p_g, p_w), has_gate | has_rank
     share = 0.0
     if INJECTED:
@@ -92,7 +93,7 @@ def _down(
         b_a = (b_n * (scale * HEADROOM)).to(b_x.dtype)
         b_w = tl.load(p_w + start, mask=has_rank & inside, other=0.0)  # [RANKS, BLOCK]
         b_w = b_w.to(b_x.dtype)
-        if not ALIKE:
+        if not ONE_LOAD:
             b_w += tl.load(p_g + start, mask=has_gate & inside, other=0.0)
         products = tl.dot(b_w, tl.trans(b_a), products, input_precision="ieee")
 
@@ -243,6 +244,8 @@ def down(
         injection is not None,
         width,
         COLUMNS=columns,
+        # AMD's compiler of Triton 3.6 fails at a choice between pointers.
+        ONE_LOAD=w_down.dtype == w_inject.dtype and platform_for(x.device).vendor != "amd",
         PDL=pdl["PDL"],
         **config,
     )

@@ -14,6 +14,8 @@ MATRIX = re.compile(r"\b(tcgen05\.mma|wgmma\.mma_async|mma\.sync|v_s?mfma_(?:sca
 COPIES = re.compile(
     r"\b(cp\.async\.bulk(?:\.tensor)?|cp\.async\.c[ag]|buffer_load_dword\w*(?=[^\n]*\blds\b)|global_load_lds)"
 )
+# The same in NVIDIA's machine code.
+MACHINE = re.compile(r"\b([HQI]MMA|[HQ]GMMA|UTC[A-Z]*MMA|UBLKCP|UTMALDG|UTMASTG|LDGSTS)\b")
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,34 @@ def _amd(text: str, shared: int) -> Resources:
     return Resources(field("vgpr_count"), field("vgpr_spill_count"), shared, _instructions(text))
 
 
+def cubin_resources(cubin: bytes, name: str, dynamic: int) -> Resources:
+    """Of the kernel `name` of a cubin, launched with `dynamic` bytes of shared memory beside what it declares."""
+    sections = inspected(cubin, "cuobjdump", "-res-usage").split("Function ")
+    usage = next(section for section in sections if section.startswith(f"{name}:"))
+    registers, spills, shared = _usage(usage)
+    code = inspected(cubin, "cuobjdump", "-sass", "-fun", name)
+    shared -= 1024  # the system's own, at the start of each block's
+    return Resources(registers, spills, shared + dynamic, dict(sorted(Counter(MACHINE.findall(code)).items())))
+
+
 def _nvidia(cubin: bytes, ptx: str, shared: int) -> Resources:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    registers, spills, _ = _usage(inspected(cubin, "cuobjdump", "-res-usage"))
+    return Resources(registers, spills, shared, _instructions(ptx))
+
+
+def _usage(text: str) -> tuple[int, int, int]:
+    """Registers, spilled bytes and static shared memory."""
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|LOCAL|STACK|SHARED):(\d+)", text)}
+    return numbers["REG"], numbers.get("LOCAL", 0) + numbers.get("STACK", 0), numbers.get("SHARED", 0)
+
+
+def inspected(cubin: bytes, tool: str, *options: str) -> str:
+    """What one of the tools that come with Triton prints of a cubin."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    numbers = dict(re.findall(r"\b(REG|LOCAL|STACK):(\d+)", usage))
-    spills = int(numbers.get("LOCAL", 0)) + int(numbers.get("STACK", 0))
-    return Resources(int(numbers["REG"]), spills, shared, _instructions(ptx))
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _instructions(text: str) -> dict[str, int]:
