@@ -208,8 +208,9 @@ gdn_prefill = CaseSet(
     },
     sweeps={
         "qwen4_exp prefill": [
-            *({"lengths": lengths} for lengths in ((1024,), (65536,), (1024,) * 8, (16384,) * 2, (8192,) * 8)),
-            {"lengths": (8192,), "heads": (4, 12)},
+            {"lengths": lengths, "heads": heads}
+            for heads in ((16, 48), (4, 12))
+            for lengths in ((1024,), (8192,), (65536,), (1024,) * 8, (16384,) * 2, (8192,) * 8)
         ]
     },
 )

@@ -110,6 +110,8 @@ def _sweep(cells: list[tuple[int, int]], **other: Any) -> list[Params]:
 
 
 _8K, _64K = 8192, 65536
+_CELLS = [(1, _8K), (1, _64K), (8, _8K), (8, _64K), (32, _8K), (32, _64K), (128, _8K)]
+_FEW_CELLS = [(1, _8K), (32, _8K)]
 
 
 def _count_cached(arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -162,24 +164,23 @@ mla_decode = CaseSet(
         "kimi_k2 decode": _DEEPSEEK_DECODE | {"batch": 32, "q_len": 1, "heads": 64},
     },
     sweeps={
-        "deepseek_v3 decode, 16 heads a rank": [
-            *_sweep([(1, _8K), (8, _8K), (32, _8K), (128, _8K), (1, _64K), (8, _64K), (32, _64K)]),
-            *_sweep([(1, _8K), (8, _8K), (1, _64K), (8, _64K), (32, _64K)], q_len=4),
+        "deepseek_v3 decode, 16 heads a rank": [*_sweep(_CELLS, q_len=1), *_sweep(_CELLS, q_len=4)],
+        "deepseek_v3 decode": [
+            *_sweep(_CELLS, q_len=1),
+            *_sweep(_CELLS, q_len=4),
+            *(cell for q_len in (1, 4) for heads in (32, 64) for cell in _sweep(_FEW_CELLS, heads=heads, q_len=q_len)),
         ],
-        "deepseek_v3 decode": _sweep([(1, _8K), (32, _8K), (1, _64K), (32, _64K)]),
-        "deepseek_v3 verify": _sweep([(1, _8K), (32, _8K), (1, _64K)]),
         "deepseek_v3 decode, fp8 cache": [
-            *_sweep([(8, _8K), (32, _8K)], heads=16),
-            *_sweep([(32, _8K)]),
+            cell for q_len in (1, 4) for heads in (16, 128) for cell in _sweep(_CELLS, heads=heads, q_len=q_len)
         ],
-        "kimi_k2 decode": _sweep([(1, _8K), (32, _8K)]),
     },
 )
 
 
 def _mla_prefill(p: Params, make: Make) -> dict[str, Any]:
     new = p["new"]
-    keys = [make.random.randint(0, p["before"]) + (count if p["causal"] else 0) for count in new]
+    cached = p.get("cached") or [make.random.randint(0, p["before"]) for _ in new]
+    keys = [before + (count if p["causal"] else 0) for before, count in zip(cached, new, strict=True)]
     if p["short"] and keys:
         keys[0], keys[-1] = 0, new[-1] // 2
     q = make.normal(sum(new), p["heads"], p["qk"], dtype=p["dtype"])
@@ -225,7 +226,13 @@ mla_prefill = CaseSet(
         "deepseek_v3 cached prefix": _DEEPSEEK_PREFILL | {"new": (2048,), "before": 8192, "causal": False},
         "kimi_k2 prefill": _DEEPSEEK_PREFILL | {"new": (4096, 4096), "before": 0, "heads": 64},
     },
-    sweeps={"deepseek_v3 prefill": [{"heads": 16, "new": new} for new in ((1024,), (8192,), (1024,) * 8)]},
+    sweeps={
+        "deepseek_v3 prefill": [
+            *({"heads": 16, "new": new} for new in ((1024,), (8192,), (1024,) * 8)),
+            *({"new": new} for new in ((8192,), (32768,), (2048,) * 8)),
+            {"new": (1024,), "cached": (65536,)},
+        ]
+    },
 )
 
 
