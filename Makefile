@@ -6,6 +6,7 @@ export OMP_NUM_THREADS ?= 1
 CLI := $(BIN)/tokenspeed-kernels
 ARCHS := sm_90a,sm_100a,sm_103a,gfx950
 EVIDENCE := tokenspeed_kernels/triton/evidence
+CUDA_EVIDENCE := backends/cuda/tokenspeed_cuda/evidence
 OLDEST_TRITON := .venv/triton-3.6
 
 .PHONY: setup demo test test-all test-gpu lint bench docs evidence emulate
@@ -45,11 +46,12 @@ test-gpu: setup
 $(OLDEST_TRITON): | setup
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
-# What ships as evidence of the portable kernels and needs no device: they compile for every arch on the oldest and the
-# newest Triton, and conform in its interpreter.
+# What ships as evidence and needs no device: portable kernels compile for every arch on the oldest and the newest
+# Triton and conform in its interpreter; those in CUDA C++ compile for their archs.
 evidence: setup $(OLDEST_TRITON)
 	$(CLI) compile --backend triton --arch $(ARCHS) --jobs 2 --evidence $(EVIDENCE) > /dev/null
 	PYTHONPATH=$(OLDEST_TRITON) $(CLI) compile --backend triton --arch $(ARCHS) --jobs 2 --evidence $(EVIDENCE) > /dev/null
+	$(CLI) compile --backend cuda --arch sm_90a,sm_100a,sm_103a --evidence $(CUDA_EVIDENCE) > /dev/null
 	TRITON_INTERPRET=1 $(CLI) verify --backend triton --limit 12 --jobs 2 --evidence $(EVIDENCE)
 
 # gfx950 machine code, executed; TINYGRAD_DIR as tests/gfx950/README.md says.

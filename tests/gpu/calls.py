@@ -4,19 +4,22 @@ from typing import Any
 
 import torch
 
-from tokenspeed_registry import Contract, Kernel
+from tokenspeed_registry import Contract, Kernel, platform_of
 from tokenspeed_registry.cases import case_set
 
 CUDA = torch.device("cuda")
 Arguments = dict[str, Any]
 
 
-def model_arguments(contract: Contract, small: dict[str, Any] | None = None) -> Arguments:
-    """Those of the first model's static dims at small sizes, on the device."""
+def model_arguments(contract: Contract, kernel: Kernel) -> Arguments:
+    """On the device: those of the first case that the kernel takes, best of a model's static dims at small sizes."""
     source = case_set(contract)
-    name, smalls = next(iter(source.statics.items()))
-    params = smalls[0] if smalls else source.models[name]
-    return source.arguments(contract, source.case({**params, **(small or {})}), CUDA)
+    smalls = [source.case(small) for smalls in source.statics.values() for small in smalls]
+    for case in [*smalls, *source.cases(), *source.swept().values()]:
+        signature = source.signature(contract, case).placed(kernel.on_host)
+        if kernel.refusals(platform_of(CUDA), signature)[0]:
+            return source.arguments(contract, case, CUDA)
+    raise LookupError(f"{contract.name} has no case that {kernel.name} takes")
 
 
 def copied(arguments: Arguments) -> Arguments:

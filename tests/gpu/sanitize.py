@@ -1,8 +1,8 @@
-"""compute-sanitizer over the portable kernels: each once, at a model's static dims and small sizes.
+"""compute-sanitizer over the compiled kernels: each once, at a model's static dims and small sizes.
 
     python -m tests.gpu.sanitize RESULTS.json
 
-runs memcheck over all and racecheck over those of `SHARING`, and writes what was run and what was found.
+runs memcheck over all and racecheck over those of `sharing_ops`, and writes what was run and what was found.
 `python -m tests.gpu.sanitize --calls [OP ...]` makes the calls alone.
 """
 
@@ -32,17 +32,21 @@ SHARING = (
     "sparse_attention",
     "topk_blocks",
 )
-"""Ops whose kernels share memory across warps: products and reductions over several warps."""
+"""Ops whose Triton kernels share memory across warps: products and reductions over several warps."""
+
+
+def sharing_ops() -> list[str]:
+    """Those of `SHARING`, and all with a kernel in CUDA C++."""
+    return sorted({*SHARING, *(kernel.op for kernel in default_registry.kernels() if kernel.compiler == "nvrtc")})
 
 
 def make_calls(ops: list[str]) -> None:
-    """Calls every portable kernel of the ops, or of all, and prints its name."""
+    """Calls every compiled kernel of the ops, or of all, and prints its name."""
     for op in ops or sorted(default_registry.contracts):
         contract = default_registry.contract(op)
-        arguments = model_arguments(contract)
         for kernel in default_registry.kernels(op):
-            if kernel.backend == "triton":
-                run(contract, kernel, arguments)
+            if kernel.compiler is not None:
+                run(contract, kernel, model_arguments(contract, kernel))
                 torch.cuda.synchronize()
                 print(f"called {kernel.name}", flush=True)
 
@@ -69,7 +73,7 @@ def main(arguments: list[str]) -> None:
         make_calls(arguments[1:])
         return
     (file,) = arguments
-    results = {"memcheck": sanitised("memcheck", []), "racecheck": sanitised("racecheck", list(SHARING))}
+    results = {"memcheck": sanitised("memcheck", []), "racecheck": sanitised("racecheck", sharing_ops())}
     document = facts_now() | {"command": "python -m tests.gpu.sanitize", "tools": results}
     Path(file).write_text(json.dumps(document, indent=1) + "\n")
 

@@ -26,7 +26,7 @@ def change(arguments: Arguments) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_replay_equals_an_eager_call(kernel: Kernel) -> None:
     contract = default_registry.contract(kernel.op)
-    pristine = model_arguments(contract)
+    pristine = model_arguments(contract, kernel)
     captured = copied(pristine)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
