@@ -19,6 +19,7 @@ from tokenspeed_kernels.triton.gdn_tile import (
     tile,
     tile_space,
 )
+from tokenspeed_kernels.triton.overlap import overlapping, wait_for_predecessor
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry import Dim
 from tokenspeed_registry.platform import Platform
@@ -63,7 +64,9 @@ def _advance(
     IN_PLACE: tl.constexpr,  # the state after the one token goes to where it started from
     ROWS: tl.constexpr,
     AHEAD: tl.constexpr,  # tokens asked for before they are worked on
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     TILES: tl.constexpr = (DV + ROWS - 1) // ROWS
     i_program = tl.program_id(0)
     i_head = i_program // TILES % V_HEADS
@@ -144,6 +147,7 @@ def advance(
         normalise,
         slots is initial_slots,
         **config,
+        **overlapping(v.device),
     )
 
 

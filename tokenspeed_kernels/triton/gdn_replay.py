@@ -14,6 +14,7 @@ from tokenspeed_kernels.triton.gdn_tile import (
     store_tile,
     wide_key,
 )
+from tokenspeed_kernels.triton.overlap import wait_for_predecessor
 
 
 @triton.jit
@@ -138,7 +139,9 @@ def verify_replay(
     NORMALISE: tl.constexpr,
     ROWS: tl.constexpr,
     AHEAD: tl.constexpr,  # tokens asked for before they are worked on
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     TILES: tl.constexpr = (DV + ROWS - 1) // ROWS
     K_HEADS: tl.constexpr = V_HEADS // GROUP
     i_program = tl.program_id(0)
@@ -243,8 +246,10 @@ def keep_after_fold(
     DK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The keys and gates of a token whose sequence has folded, to the head of its buffers."""
+    wait_for_predecessor(PDL)
     i_batch = (tl.program_id(0) // Q_LEN).to(tl.int64)
     i_token = tl.program_id(0) % Q_LEN
     slot = tl.load(slots_ptr + i_batch).to(tl.int64)

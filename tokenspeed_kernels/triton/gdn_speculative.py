@@ -14,6 +14,7 @@ from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.gdn_recurrent import advance
 from tokenspeed_kernels.triton.gdn_replay import fold, keep_after_fold, verify_replay
 from tokenspeed_kernels.triton.gdn_tile import chunks_of, few_batches, tile, tile_space
+from tokenspeed_kernels.triton.overlap import overlapping
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry import Dim
 from tokenspeed_registry.platform import Platform
@@ -102,6 +103,7 @@ def gdn_verify_replay(
     if out.numel() == 0:
         return out
     config = REPLAY.pick(v.device, batch=few_batches(batch), q_len=q_len, v_heads=v_heads, d_k=d_k, d_v=d_v)
+    pdl = overlapping(v.device)
     verify_replay[(batch * v_heads * triton.cdiv(d_v, config["ROWS"]),)](
         q,
         k,
@@ -129,6 +131,7 @@ def gdn_verify_replay(
         *chunks_of(d_k, state, width=128),
         normalise,
         **config,
+        **pdl,
     )
     keep_after_fold[(batch * q_len,)](
         k,
@@ -147,6 +150,7 @@ def gdn_verify_replay(
         d_k,
         triton.next_power_of_2(k_heads * d_k),
         triton.next_power_of_2(v_heads),
+        **pdl,
     )
     return out
 

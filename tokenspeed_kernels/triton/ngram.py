@@ -21,6 +21,7 @@ from tokenspeed_kernels.triton.ngram_lookup import (
     pieces,
     scales_kind,
 )
+from tokenspeed_kernels.triton.overlap import overlapping, wait_for_predecessor
 
 __all__ = ["ngram_embed", "ngram_embed_host", "ngram_hash", "ngram_lookup", "ngram_lookup_host"]
 
@@ -49,7 +50,9 @@ def _ngram_embed(
     REST: tl.constexpr,
     SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     o_t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     rows = hash_tile(
         o_t, ids_ptr, context_ptr, cu_ptr, multipliers_ptr, moduli_ptr, offsets_ptr, tokens, seqs, eos,
@@ -88,7 +91,8 @@ def _ngram_embed_tokens(
         _ngram_embed[(triton.cdiv(tokens, block),)](
             ids, context, cu_seqlens, multipliers, moduli, offsets, table, scale, out,
             tokens, context.shape[0], table.shape[0], first_row or 0, eos,
-            multipliers.shape[0], heads, lanes, **pieces(dim), SCALES=scales_kind(scale), TOKENS=block, **config,
+            multipliers.shape[0], heads, lanes, **pieces(dim), SCALES=scales_kind(scale), TOKENS=block,
+            **config, **overlapping(ids.device),
         )  # fmt: skip
     return out
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from tokenspeed_kernels import ngram
 from tokenspeed_kernels.triton.declare import portable
 from tokenspeed_kernels.triton.device import bucket
+from tokenspeed_kernels.triton.overlap import overlapping, wait_for_predecessor
 from tokenspeed_kernels.triton.tuning import Dims, Tunable
 from tokenspeed_registry import OnHost
 from tokenspeed_registry.platform import Platform
@@ -90,7 +91,9 @@ def _ngram_lookup(
     REST: tl.constexpr,
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = o_row < row_count
     rows = tl.load(rows_ptr + o_row, mask=inside, other=-1)
@@ -145,7 +148,7 @@ def _ngram_lookup_rows(
         block = config.pop("rows")
         _ngram_lookup[(triton.cdiv(count, block),)](
             rows, table, scale, out, count, table.shape[0], first_row or 0,
-            **pieces(dim), SCALES=scales_kind(scale), ROWS=block, **config,
+            **pieces(dim), SCALES=scales_kind(scale), ROWS=block, **config, **overlapping(rows.device),
         )  # fmt: skip
     return out
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenspeed_kernels.triton.device import platform_for
-from tokenspeed_kernels.triton.residual_parts import dims_of, injected, overlapping
+from tokenspeed_kernels.triton.overlap import overlapping
+from tokenspeed_kernels.triton.residual_parts import dims_of, injected
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 

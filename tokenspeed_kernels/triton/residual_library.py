@@ -7,8 +7,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from tokenspeed_kernels.triton.device import bucket
+from tokenspeed_kernels.triton.overlap import overlapping
 from tokenspeed_kernels.triton.residual_many import activate
-from tokenspeed_kernels.triton.residual_parts import overlapping, store_gates
+from tokenspeed_kernels.triton.residual_parts import store_gates
 from tokenspeed_kernels.triton.residual_prepare import prepare
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed_kernels.triton.residual_parts import dims_of, overlapping, store_gates
+from tokenspeed_kernels.triton.overlap import overlapping
+from tokenspeed_kernels.triton.residual_parts import dims_of, store_gates
 from tokenspeed_kernels.triton.residual_prepare import prepare
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform

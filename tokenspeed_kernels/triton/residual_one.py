@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from tokenspeed_kernels.triton.overlap import overlapping
 from tokenspeed_kernels.triton.residual_one_down import down
-from tokenspeed_kernels.triton.residual_parts import dims_of, halves, injected, overlapping
+from tokenspeed_kernels.triton.residual_parts import dims_of, halves, injected
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
 

@@ -1,13 +1,10 @@
-"""What the forms of the gated residual share: the injection, the last step of the gates, dims and launch options."""
+"""What the forms of the gated residual share: the injection, the last step of the gates, dims."""
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernels.triton.device import bucket, platform_for
+from tokenspeed_kernels.triton.device import bucket
 
 
 @triton.jit
@@ -37,16 +34,6 @@ def store_gates(
         p_p = products_ptr + (o_t[:, None] * STREAMS + i_stream) * GATES + o_g[None, :]
         total += tl.load(p_p, mask=mask, other=0.0)
     tl.store(gates_ptr + o_t[:, None] * GATES + o_g[None, :], 2.0 * tl.sigmoid(total / STREAMS), mask=mask)
-
-
-def overlapping(device: torch.device) -> dict[str, Any]:
-    """Launch options of a kernel that starts while its predecessor still runs and waits for it (`gdc_wait`).
-
-    NVIDIA's programmatic dependent launch; elsewhere kernels follow one another.
-    """
-    if platform_for(device).vendor == "nvidia" and device.type != "cpu":
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
 
 
 def dims_of(x: Tensor, rank: int, weight: Tensor) -> dict[str, int]:
