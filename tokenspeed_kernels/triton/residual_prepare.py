@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernels.triton.device import bucket, compute_units, interpreted
+from tokenspeed_kernels.triton.overlap import overlapping, wait_for_predecessor
 from tokenspeed_kernels.triton.residual_parts import injected
 from tokenspeed_kernels.triton.tuning import Config, Dims, Tunable
 from tokenspeed_registry.platform import Platform
@@ -42,6 +43,7 @@ def _prepare(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     TOGETHER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     i_stream = tl.program_id(0) % STREAMS  # programs of the same tokens, which share y, follow each other
     first = (tl.program_id(0) // STREAMS).to(tl.int64) * count
@@ -59,6 +61,7 @@ def _prepare(
             b_g = tl.load(w_inject_ptr + i_g * STREAMS * HIDDEN + o_w, mask=inside, other=0.0)
             gate_weights += (scale * b_g.to(tl.float32),)
 
+    wait_for_predecessor(PDL)  # not before the weights are asked for, which no kernel writes
     for i in tl.range(0, tl.minimum(tokens - first, count).to(tl.int32), num_stages=STAGES):
         i_t = first + i
         row = i_t * STREAMS + i_stream
@@ -149,5 +152,6 @@ def prepare(
         injection is not None,
         TOGETHER=gates == 4 and not interpreted(),  # the model's gates; the interpreter would take seconds
         **config,
+        **overlapping(x.device),
     )
     return normed, products
