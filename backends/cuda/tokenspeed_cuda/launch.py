@@ -23,6 +23,7 @@ Macros = Mapping[str, int]
 Size = int | tuple[int, ...]
 
 _planned: ContextVar[tuple[str, list["Entry"]] | None] = ContextVar("tokenspeed_cuda_planned", default=None)
+_overlaps: ContextVar[bool] = ContextVar("tokenspeed_cuda_overlaps", default=True)
 
 
 @contextmanager
@@ -39,6 +40,16 @@ def planned_arch() -> str | None:
     """The arch that launches are only planned for; None where they run."""
     planned = _planned.get()
     return None if planned is None else planned[0]
+
+
+@contextmanager
+def one_after_another() -> Iterator[None]:
+    """Launches in the block start only when the kernel before them has ended: to measure what `pdl` saves."""
+    token = _overlaps.set(False)
+    try:
+        yield
+    finally:
+        _overlaps.reset(token)
 
 
 @dataclass(eq=False)
@@ -80,7 +91,7 @@ class Entry:
             self._allow(driver, "cluster", allowed, 1)
             self._limits["cluster"] = 16
         storage, pointers = packed(args)
-        config = self._config(driver, grid, block, shared, cluster, pdl)
+        config = self._config(driver, grid, block, shared, cluster, pdl and _overlaps.get())
         checked(driver.cuLaunchKernelEx(config, self._handle, ctypes.addressof(pointers), 0), self.name)
         del storage  # the driver has copied it
 
