@@ -22,6 +22,18 @@ MODELS = {
 }
 
 
+_WIDE = {"hidden": 2560, "inter": 640, "dtype": torch.bfloat16, "ids": "padded"}
+_OF_MODEL: list[Params] = [
+    *({"tokens": tokens, "experts": 4, **_WIDE} for tokens in (1, 8)),
+    {"tokens": 5, "experts": 3, "first_expert": 3, **_WIDE, "ids": "crowded"},
+    *(
+        {"tokens": 3100, "hidden": hidden, "inter": 128, "experts": 9, "first_expert": first, "dtype": torch.bfloat16}
+        for hidden, first in ((128, 3), (256, 0))
+    ),
+]
+"""What kernels for a model's own widths serve, and kernels for many tokens."""
+
+
 def _fp8_block(p: Params, make: Make) -> dict[str, Any]:
     experts, inter, hidden = p["experts"], p["inter"], p["hidden"]
     gate_up, gate_up_scale = fp8_block_weight(make, experts, 2, inter, hidden, scale_dtype=p["scale_dtype"])
@@ -52,6 +64,7 @@ moe_experts_fp8_block = CaseSet(
     edges=[
         {"tokens": 17, "ids": "padded", "first_expert": 3, "dtype": torch.bfloat16},
         {"tokens": 17, "hidden": 37, "dtype": torch.bfloat16, "strided": True},
+        *_OF_MODEL,
     ],
     shrink=SHRINK,
     counts=count_hits,
@@ -88,7 +101,7 @@ moe_experts_nvfp4 = CaseSet(
         "strided": [False, True],
     },
     build=_nvfp4,
-    edges=[{"tokens": 17, "ids": "padded", "first_expert": 3, "dtype": torch.bfloat16}],
+    edges=[{"tokens": 17, "ids": "padded", "first_expert": 3, "dtype": torch.bfloat16}, *_OF_MODEL],
     shrink=SHRINK,
     counts=count_hits,
     models=MODELS,

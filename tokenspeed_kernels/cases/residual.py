@@ -88,11 +88,19 @@ _MANY = [
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
 ]
 """Kernels take many tokens another way than few."""
+_OF_MODEL: list[Params] = [
+    *(
+        {"tokens": tokens, "hidden": 2560, "rank": 320, "weights": weights, "injects": injects, "dtype": torch.bfloat16}
+        for tokens, weights, injects in ((1, "as x", True), (4, "float8", True), (8, "float8 unscaled", False))
+    ),
+    *({"tokens": tokens, "hidden": 256, "rank": 320, "dtype": torch.bfloat16} for tokens in (512, 601)),
+]
+"""What kernels for the model's own widths serve."""
 
 residual_mix = CaseSet(
     axes=_MIX_AXES,
     build=lambda p, make: {"x": _streams(p, make), **_weights(p, make)},
-    edges=_MANY,
+    edges=[*_MANY, *_OF_MODEL],
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
     sweeps=_MIX_SWEEPS,
@@ -110,7 +118,7 @@ residual_inject = CaseSet(
 residual_inject_mix = CaseSet(
     axes={**_MIX_AXES, "cancels": [False, True]},
     build=lambda p, make: {**_injection(p, make), **_weights(p, make)},
-    edges=[*_CANCELLING, *_MANY],
+    edges=[*_CANCELLING, *_MANY, *_OF_MODEL],
     shrink=[{"tokens": 3}, {"tokens": 17, "dtype": torch.float16}],
     models=_MIX_MODELS,
     sweeps=_MIX_SWEEPS,
