@@ -26,10 +26,8 @@ _WIDE = {"hidden": 2560, "inter": 640, "dtype": torch.bfloat16, "ids": "padded"}
 _OF_MODEL: list[Params] = [
     *({"tokens": tokens, "experts": 4, **_WIDE} for tokens in (1, 8)),
     {"tokens": 5, "experts": 3, "first_expert": 3, **_WIDE, "ids": "crowded"},
-    *(
-        {"tokens": 3100, "hidden": hidden, "inter": 128, "experts": 9, "first_expert": first, "dtype": torch.bfloat16}
-        for hidden, first in ((128, 3), (256, 0))
-    ),
+    {"tokens": 3100, "hidden": 256, "inter": 128, "experts": 9, "dtype": torch.bfloat16},
+    {"tokens": 3072, "hidden": 256, "inter": 256, "experts": 8, "dtype": torch.bfloat16, "ids": "padded", "top_k": 5},
 ]
 """What kernels for a model's own widths serve, and kernels for many tokens."""
 
