@@ -8,7 +8,7 @@ from tokenspeed_registry import Kernel, UnknownNameError
 from tokenspeed_registry.registry import default_registry
 
 Ops = Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")]
-Backend = Annotated[str | None, typer.Option("--backend", help="Only kernels of this backend.")]
+Backend = Annotated[str | None, typer.Option("--backend", help="Only kernels of these, separated by commas.")]
 
 
 def chosen_kernels(ops: list[str] | None, backend: str | None) -> list[Kernel]:
@@ -16,6 +16,8 @@ def chosen_kernels(ops: list[str] | None, backend: str | None) -> list[Kernel]:
     names = [default_registry.contract(op).name for op in ops] if ops else list(default_registry.contracts)
     found = [kernel for name in names for kernel in default_registry.kernels(name)]
     backends = sorted({kernel.backend for kernel in default_registry.kernels()})
-    if backend is not None and backend not in backends:
-        raise UnknownNameError(f"unknown backend {backend!r}; backends with kernels: {', '.join(backends)}")
-    return [kernel for kernel in found if backend in (None, kernel.backend)]
+    wanted = backends if backend is None else backend.split(",")
+    for name in wanted:
+        if name not in backends:
+            raise UnknownNameError(f"unknown backend {name!r}; backends with kernels: {', '.join(backends)}")
+    return [kernel for kernel in found if kernel.backend in wanted]

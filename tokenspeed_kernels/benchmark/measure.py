@@ -49,9 +49,10 @@ class Bench:
         return platform_of(self.device)
 
     def kernels(self, op: str, backend: str | None = None) -> list[Kernel]:
-        """Those that may serve the op here, but for the reference."""
+        """Those that may serve the op here, but for the reference; `backend`: of these alone, separated by commas."""
         usable = [kernel for kernel in self.registry.kernels(op) if kernel.name not in self.registry.unusable]
-        return [kernel for kernel in usable if kernel.backend != "reference" and backend in (None, kernel.backend)]
+        wanted = None if backend is None else backend.split(",")
+        return [k for k in usable if k.backend != "reference" and (wanted is None or k.backend in wanted)]
 
     def rows(self, cell: Cell, kernels: Sequence[Kernel]) -> list[Row]:
         """A row for each of `kernels` that takes the case. Raises `DeviceLostError`."""

@@ -49,14 +49,8 @@ class Ahead:
     _lost: set[str] = field(default_factory=set)
 
     def tasks(self, kernel: Kernel, shape: str, arguments: Mapping[str, Any]) -> Iterator[Task]:
-        """What the Triton kernel's call of that name launches and nothing planned before does.
-
-        Other compilers take a fraction of a second: theirs runs when the call is timed.
-        """
+        """What the kernel's call of that name launches and nothing planned before does."""
         from tokenspeed_kernels.triton import tuning
-
-        if kernel.compiler != "triton":
-            return
 
         call = _call(kernel, arguments)
         needed = self._needed.setdefault((kernel.name, shape), set())
