@@ -86,10 +86,10 @@ def _uniform_decode(p: Params, make: Make) -> dict[str, Any]:
     batch, row = p["batch"], p["latent"] + p["rope"]
     lengths = [p["longest"]] * batch
     table, pages = page_table(make, lengths, p["page"], spare_columns=0)
-    cache = make.normal(pages, p["page"], row, dtype=p["dtype"])
+    cache = make.normal(pages, p["page"], row, dtype=p["cache_dtype"] or p["dtype"])
     return {
         "q": make.normal(batch, p["q_len"], p["heads"], row, dtype=p["dtype"]),
-        "kv_cache": scaled_cache(cache, p["cache_dtype"], p["kv_scale"]) if p["cache_dtype"] else cache,
+        "kv_cache": cache,
         "page_table": table,
         "seq_lens": torch.tensor(lengths, dtype=torch.int32),
         "latent": p["latent"],

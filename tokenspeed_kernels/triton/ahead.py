@@ -15,10 +15,11 @@ def compile_calls(kernel: Kernel, platform: Platform, calls: Sequence[KernelCall
     with offline(platform) as launches:
         for args, kwargs in calls:
             kernel.function(*args, **kwargs)
-    return [_described(launch) for launch in launches]
+    return [described(launch) for launch in launches]
 
 
-def _described(launch: Any) -> Compiled:
+def described(launch: Any) -> Compiled:
+    """Of a launch that `offline` collected."""
     used = resources(launch)
     return Compiled(_config(launch), used.registers, used.spills, used.shared_bytes, used.instructions)
 

@@ -14,7 +14,20 @@ import torch
 
 from tokenspeed_registry import Plugin, present_platform
 
-_KERNELS: tuple[str, ...] = ()
+_KERNELS = (
+    "gdn.prefill",
+    "gdn.recurrent",
+    "gdn.replay",
+    "linear.few",
+    "mla.decode_few",
+    "mla.decode_many",
+    "mla.prefill",
+    "moe.few",
+    "moe_prefill.experts",
+    "ngram.embed",
+    "residual.few",
+    "residual.many",
+)
 
 
 def probe() -> str | None:

@@ -23,23 +23,30 @@ class TensorMap:
         return self.data
 
 
-def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> TensorMap:
+def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128, promotion: int = 256) -> TensorMap:
     """A map of `tensor` (uint8 or float8, bfloat16, float32; at most 5 dims, the last contiguous) for copies of `box`.
 
     `box` in elements, dims in the tensor's order; `swizzle` 0, 32, 64 or 128 bytes, which is then the most that the
-    last dim of the box may have. What lies outside the tensor reads as zero. Raises `RuntimeError` for what the driver
-    refuses, for example strides that are no multiples of 16 bytes.
+    last dim of the box may have; `promotion` 128 or 256, the bytes that the L2 cache then fetches. What lies outside
+    the tensor reads as zero. Raises `RuntimeError` for what the driver refuses, for example strides that are no
+    multiples of 16 bytes.
     """
     if planned_arch() is not None:
         return TensorMap(bytes(128))
     size = tensor.element_size()
     strides = tuple(stride * size for stride in tensor.stride())
-    return _encoded(tensor.data_ptr(), size, tuple(tensor.shape), strides, box, swizzle)
+    return _encoded(tensor.data_ptr(), size, tuple(tensor.shape), strides, box, swizzle, promotion)
 
 
 @lru_cache(maxsize=4096)
 def _encoded(
-    pointer: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+    pointer: int,
+    itemsize: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    promotion: int,
 ) -> TensorMap:
     driver = cuda_driver()
     made = driver.cuTensorMapEncodeTiled(
@@ -52,7 +59,7 @@ def _encoded(
         [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLES[swizzle]}"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     found = checked(made, f"tensor map of {shape}, box {box}, swizzle {swizzle}")

@@ -23,7 +23,8 @@ using Descriptor = unsigned long long;
 // K-major (rows are M or N, K runs inside a row; the only form of float8): one instruction takes 32 bytes of each row;
 // the next K is 32 bytes on. `groups` is the distance between groups of eight rows.
 __device__ __forceinline__ Descriptor k_major(unsigned address, unsigned groups = 1024) {
-    return Descriptor(address >> 4 & 0x3fff) | Descriptor(1) << 16 | Descriptor(groups >> 4) << 32 | Descriptor(1) << 62;
+    return Descriptor(address >> 4 & 0x3fff) | Descriptor(1) << 16 | Descriptor(groups >> 4) << 32 |
+           Descriptor(1) << 62;
 }
 
 // MN-major (rows are K; 64 numbers of M or N inside a row, the next 64 `slices` bytes on): one instruction takes 16
@@ -32,6 +33,9 @@ __device__ __forceinline__ Descriptor mn_major(unsigned address, unsigned slices
     return Descriptor(address >> 4 & 0x3fff) | Descriptor(slices >> 4) << 16 | Descriptor(groups >> 4) << 32 |
            Descriptor(1) << 62;
 }
+
+// The same operand some bytes on. To step through shared memory from one descriptor takes fewer registers than many.
+__device__ __forceinline__ Descriptor advance(Descriptor operand, unsigned bytes) { return operand + (bytes >> 4); }
 
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

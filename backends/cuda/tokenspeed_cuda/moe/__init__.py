@@ -1,0 +1,1 @@
+"""Experts at decode."""

@@ -1,0 +1,1 @@
+"""Experts with many tokens each."""
