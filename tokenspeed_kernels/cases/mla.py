@@ -164,7 +164,11 @@ mla_decode = CaseSet(
         "kimi_k2 decode": _DEEPSEEK_DECODE | {"batch": 32, "q_len": 1, "heads": 64},
     },
     sweeps={
-        "deepseek_v3 decode, 16 heads a rank": [*_sweep(_CELLS, q_len=1), *_sweep(_CELLS, q_len=4)],
+        "deepseek_v3 decode, 16 heads a rank": [
+            *_sweep(_CELLS, q_len=1),
+            *_sweep(_CELLS, q_len=4),
+            *_sweep([(1, _8K)], heads=8, q_len=4),
+        ],
         "deepseek_v3 decode": [
             *_sweep(_CELLS, q_len=1),
             *_sweep(_CELLS, q_len=4),
