@@ -190,9 +190,9 @@ def _optional(contract: Contract, roles: list[str] | None) -> frozenset[str]:
 
 
 def _of_model(contract: Contract, name: str) -> Signature:
-    """The call of a model. Where its tensors lie in memory is left open."""
+    """The call of a model, with all tensors on the device and laid out as new ones are."""
     source = case_set(contract)
-    return replace(source.signature(contract, source.model(name)), layouts={})
+    return source.signature(contract, source.model(name)).placed(())
 
 
 app.callback()(choose_config)

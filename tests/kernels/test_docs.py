@@ -23,7 +23,12 @@ CPU = torch.device("cpu")
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 WRITTEN = [page for page in PAGES if page.parent.name != "reference" and page.name != "benchmarks.md"]
 """Those that nobody generates."""
-PACKAGES = ["registry/tokenspeed_registry", "tokenspeed_kernels", "engine/tokenspeed_engine"]
+PACKAGES = [
+    "registry/tokenspeed_registry",
+    "tokenspeed_kernels",
+    "backends/cuda/tokenspeed_cuda",
+    "engine/tokenspeed_engine",
+]
 FORMULAS = frozenset({"RMS0", "RMS1", "GRMS1"})
 """What the page on the models defines itself."""
 SOURCES = ["registry", "tokenspeed_kernels", "backends", "engine", "tests", "bench"]
